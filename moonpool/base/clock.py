@@ -32,6 +32,13 @@ class BootClock:
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+class ThreadClock:
+    """The processor time of the calling thread: it stands while the thread waits, also for a core that others use."""
+
+    def now_s(self) -> float:
+        return time.thread_time()
+
+
 class VirtualClock:
     """A clock that moves only by advance()."""
 

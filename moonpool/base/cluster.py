@@ -18,6 +18,7 @@ from moonpool.base.rpc import Call, SilenceLimits
 REQUEST_LIMITS = SilenceLimits(ping_interval_s=1.0, silence_limit_s=3.0)
 CONDUCTOR_SERVICE = "conductor"
 WORKER_SERVICE = "worker"
+LAUNCHER_SERVICE = "launcher"
 FRONTEND_SERVICE = "frontend"  # asked by the other front ends of its port
 
 
@@ -45,6 +46,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     fixed: bool = True  # only a person changes its role; False: the conductor may, as the load moves
     lease: Whole = 0  # of the conductor that last changed its role
     num_conductors: Positive = 1  # that it reports to
+    kind: str = ""  # the processor that it computes with; workers of one kind share cost models
+    leaves: bool = False  # it drains: it takes nothing new, and its process ends when it has nothing left to do
+    host: str = ""  # its machine, as nodes of the pool name theirs; "": not known
 
 
 class AssignedRole(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,11 +96,14 @@ class PullSample(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Whole
     seconds: Seconds
     ssd_nbytes: Whole = 0  # of `nbytes`, read from SSD
+    node: str = ""  # that all bytes came from; "": several, or not known
+    is_near: bool = False  # all bytes came from the worker's own machine
 
 
 class RegisterWorker(Call[None]):
-    """Replaces an earlier registration of that name. IdentityMismatch when the other workers serve another
-    model, weights, dtype, layout or block size: their KV could not be shared."""
+    """Replaces an earlier registration of that name. A worker that leaves registers once more, so that every conductor,
+    also one that starts later, knows that it drains; it then sends no reports. IdentityMismatch when the other workers
+    serve another model, weights, dtype, layout or block size: their KV could not be shared."""
 
     info: WorkerInfo
 

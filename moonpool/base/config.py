@@ -2,10 +2,12 @@
 
 Each default is written once, in the dataclass. Unknown keys (of inner dataclasses too) and wrong types are errors
 that name the key. Paths become absolute here, where they enter: others are told of them, and they work elsewhere.
+A relative path counts from the folder in which the command was started, also in a file.
 
 On a command line a field is an option, by default under its own name. OPTION_NAMES lists the fields whose option has
 another name, so that one thing has one name at every role: `--listen` is where a role listens, `--master` and
-`--conductor` are whom it reaches, `--dram`, `--ssd` and `--kv` are what it may take.
+`--conductor` are whom it reaches, `--dram`, `--ssd` and `--kv` are what it may take. base/settings.py has the names in
+files and in the environment, which follow from the options'.
 """
 
 from __future__ import annotations
@@ -61,13 +63,14 @@ def from_mapping(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def make_paths_absolute(config: Any) -> None:
-    """Change every path of a dataclass, frozen or not, to an absolute one: fields called ..._dir and ..._file."""
+    """Change every path of a dataclass, frozen or not, to an absolute one: fields called ..._dir and ..._file. A `~` in
+    front is the user's home: no shell has replaced it in a file."""
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value) and not isinstance(value, type):
             make_paths_absolute(value)
         elif isinstance(value, str) and value and field.name.endswith(_PATH_ENDINGS):
-            object.__setattr__(config, field.name, os.path.abspath(value))
+            object.__setattr__(config, field.name, os.path.abspath(os.path.expanduser(value)))
 
 
 def _check_known(cls: Any, values: Mapping[str, Any], within: str) -> None:

@@ -19,6 +19,7 @@
         PeerLost              the connection or the process is gone
           HandleClosed        this side closed the handle itself
           BreakerOpen         the server was found away; calls are refused until it answers probes
+          Unreachable         its machine does not answer: that one or this one is off or cut off
           DamagedFrame        the connection carried bytes whose checksum does not match, and was closed
         DeadlineExceeded      it did not answer in time
           PeerSilent          it sent nothing for so long that it counts as away
@@ -130,6 +131,10 @@ class HandleClosed(PeerLost):
 
 class BreakerOpen(PeerLost):
     code = "breaker_open"
+
+
+class Unreachable(PeerLost):
+    code = "unreachable"
 
 
 class DamagedFrame(PeerLost):

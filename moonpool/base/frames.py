@@ -15,8 +15,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-import google_crc32c
-
+from moonpool.base.checksum import crc32c
 from moonpool.base.errors import DamagedFrame, ProtocolError
 
 MAGIC = b"MP"
@@ -30,7 +29,6 @@ _REST = struct.Struct("<IIQ")
 _ALL_BITS = 0xFFFFFFFF
 _LITTLE_NBYTES = 8192
 _START_NBYTES, _REST_NBYTES = _START.size, _REST.size
-_crc, _extend = google_crc32c.value, google_crc32c.extend
 
 
 class FrameKind(IntEnum):
@@ -47,7 +45,7 @@ class FrameKind(IntEnum):
 
 _KINDS = {int(kind): kind for kind in FrameKind}
 _STARTS = {kind: MAGIC + bytes((VERSION, kind)) for kind in FrameKind}
-_SEEDS = {kind: _crc(start) for kind, start in _STARTS.items()}  # the checksum of a frame's first 4 bytes
+_SEEDS = {kind: crc32c(start) for kind, start in _STARTS.items()}  # the checksum of a frame's first 4 bytes
 
 
 class Frame(NamedTuple):
@@ -68,7 +66,7 @@ class FrameHeader(NamedTuple):
         """Return the whole frame; DamagedFrame when its checksum does not match."""
         rest = _REST.pack(self.nbytes, self.nbytes ^ _ALL_BITS, self.call_id)
         # For small bodies a concatenation takes less time than a second call.
-        found = _crc(rest + body) if self.nbytes < _LITTLE_NBYTES else _extend(_crc(rest), body)
+        found = crc32c(rest + body) if self.nbytes < _LITTLE_NBYTES else crc32c(body, crc32c(rest))
         if found ^ _SEEDS[self.kind] != self.checksum:
             raise damaged("a message")
         return Frame(self.kind, self.call_id, body)
@@ -94,7 +92,7 @@ def encode_frame(kind: FrameKind, call_id: int, body: bytes = b"") -> bytes:
     if nbytes > MAX_BODY_NBYTES:
         raise ProtocolError(f"a message of {nbytes} bytes is over the limit of {MAX_BODY_NBYTES}")
     rest = _REST.pack(nbytes, nbytes ^ _ALL_BITS, call_id) + body
-    return _START.pack(_STARTS[kind], _crc(rest) ^ _SEEDS[kind]) + rest
+    return _START.pack(_STARTS[kind], crc32c(rest) ^ _SEEDS[kind]) + rest
 
 
 def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> tuple[int, bytes] | None:
@@ -107,7 +105,7 @@ def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> tuple[
     if start != _STARTS[kind] or nbytes != HEADER_NBYTES + body_nbytes:
         return None
     rest = data[_START_NBYTES:nbytes] if type(data) is bytes else bytes(memoryview(data)[_START_NBYTES:nbytes])
-    return (call_id, rest[_REST_NBYTES:]) if _crc(rest) ^ _SEEDS[kind] == checksum else None
+    return (call_id, rest[_REST_NBYTES:]) if crc32c(rest) ^ _SEEDS[kind] == checksum else None
 
 
 def decode_header(header: bytes | bytearray | memoryview, at: int = 0, *, is_first: bool = True) -> FrameHeader:
@@ -198,5 +196,6 @@ class FrameDecoder:
                 return header.with_body(body)
         elif self._is_first and len(buffer) > len(MAGIC):  # another version's header may be shorter
             _check_start(bytes(buffer[: len(MAGIC)]), buffer[len(MAGIC)])
-        self._buffer, self._at = buffer[self._at :], 0
+        if self._at:  # otherwise a large frame's first parts would be copied with each of the others
+            self._buffer, self._at = buffer[self._at :], 0
         return None

@@ -24,10 +24,9 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-import google_crc32c
 import msgspec
 
-from moonpool.base.checksum import ChecksumKind
+from moonpool.base.checksum import ChecksumKind, crc32c
 from moonpool.base.errors import Corrupt, IdentityMismatch, StaleGeneration
 
 MAGIC = b"MPOB"
@@ -42,8 +41,6 @@ _CRC = struct.Struct("<I")
 _AROUND_NBYTES = _FIXED.size + _CRC.size  # of a header without key and pieces
 _SIZES = struct.Struct("<II40xH")  # header_nbytes, num_pieces, key_nbytes
 _SIZES_AT = 16
-
-_extend = google_crc32c.extend  # takes bytes as they are
 
 
 VOID_AT = ALIGN_NBYTES - GENERATION.size
@@ -193,7 +190,7 @@ def pack_header(
         key,
         *pieces,
     )
-    return raw + _CRC.pack(_extend(0, raw)) + padding
+    return raw + _CRC.pack(crc32c(raw)) + padding
 
 
 def announced_nbytes(buffer: bytes | bytearray | memoryview) -> int:
@@ -219,7 +216,7 @@ def read_fields(memory: bytes | bytearray | memoryview, offset: int = 0) -> Head
         raise Corrupt("no object header of a known version at this place")
     if size != padded_nbytes or num != count or key_size != key_nbytes:
         raise Corrupt("object header sizes do not add up")
-    if pieces[-1] != _extend(0, raw[:-4]):
+    if pieces[-1] != crc32c(raw[:-4]):
         raise Corrupt("object header checksum does not match")
     if kind not in _KINDS or check not in _CHECKSUM_KINDS:
         raise Corrupt("object header of an unknown kind")
@@ -228,6 +225,38 @@ def read_fields(memory: bytes | bytearray | memoryview, offset: int = 0) -> Head
     else:
         sizes, checksums = tuple(pieces[:-1:2]), tuple(pieces[1:-1:2])
     return HeaderFields(check, kind, tokens, size, generation, identity, key, sizes, checksums)
+
+
+def read_plain(
+    memory: bytes | bytearray | memoryview,
+    offset: int,
+    key: bytes,
+    generation: int,
+    nbytes: int,
+    identity: bytes | None,
+) -> int | None:
+    """Return the checksum of the only piece when the header at `offset` is that of the object `key` with this
+    generation, a piece of `nbytes` and this identity (None: any), and of the usual kind: one page with a void mark,
+    CRC-32C. None otherwise: then read_fields() tells what is there. It takes half the time of read_fields().
+    """
+    _, whole, _, _ = _layout(len(key), 1)
+    used = whole.size
+    raw = bytes(memory[offset : offset + used])  # one moment's bytes for the fields and for their checksum
+    if used > VOID_AT or len(raw) < used:
+        return None
+    fields = whole.unpack(raw)
+    magic, version, check, kind, _, _, size, num, found, whose, key_size, stored, piece_nbytes, checksum, crc = fields
+    is_plain = (
+        found == generation
+        and stored == key
+        and piece_nbytes == nbytes
+        and (identity is None or whose == identity)
+        and magic == MAGIC
+        and (version, check, size, num, key_size) == (VERSION, _CRC32C, ALIGN_NBYTES, 1, len(key))
+        and kind in _KINDS
+        and crc == crc32c(raw[:-4])
+    )
+    return int(checksum) if is_plain else None
 
 
 def has_void_mark(key_nbytes: int, num_pieces: int) -> bool:

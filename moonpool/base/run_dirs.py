@@ -12,11 +12,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from moonpool.base.errors import ConfigError
+
 PREFIX = "moonpool-"
 LOCK = "owner.lock"
 MASTER = "master"  # the role's name, and so its socket's
 CONDUCTOR = "conductor"
+LAUNCHER = "launcher"
 _URL = "url"  # a file with the address of the service's HTTP front end
+_TOUR_TOKEN = "tour_token"  # a file with what callers of the tour must know
 _STATE_DIR = "state_dir"  # a file with the path of the folder for its secrets
 # A directory without a lock file is one that is being made, unless it is older than this.
 _YOUNG_S = 60.0
@@ -67,6 +71,19 @@ def read_state_dir(run_dir: Path) -> str | None:
         return (run_dir / _STATE_DIR).read_text()
     except FileNotFoundError:
         return None
+
+
+def write_tour_token(run_dir: Path, token: str) -> None:
+    """Let the front ends of this service know the token of its tour; the run directory is private."""
+    (run_dir / _TOUR_TOKEN).write_text(token)
+
+
+def read_tour_token(run_dir: Path) -> str:
+    """Return the token of the tour. Raise ConfigError if the service has none."""
+    try:
+        return (run_dir / _TOUR_TOKEN).read_text()
+    except OSError as error:
+        raise ConfigError(f"{run_dir} has no tour: start the service with --tour", param="tour_dir") from error
 
 
 def conductor_beside(master_address: str) -> str | None:

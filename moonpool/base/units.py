@@ -37,3 +37,12 @@ def format_nbytes(nbytes: int) -> str:
             return f"{value:.1f}".removesuffix(".0") + f" {unit}"
         value /= 1000
     return f"{value:.1f}".removesuffix(".0") + " TB"
+
+
+def exact_size(nbytes: int) -> str:
+    """Return the size as it is typed, without rounding: 2_000_000_000 -> "2GB"; parse_nbytes() gives it back."""
+    units = [f"{letter}{unit}" for letter in "PTGM" for unit in ("B", "iB")] + ["kB", "KiB"]
+    fitting = [unit for unit in units if nbytes and nbytes % _SIZE[unit.lower()] == 0]
+    # The shortest number reads best: 256MiB rather than 268435456, 64GB rather than 64000MB.
+    texts = [f"{nbytes // _SIZE[unit.lower()]}{unit}" for unit in fitting]
+    return min(texts, key=len, default=str(nbytes))

@@ -97,7 +97,7 @@ class LivePool:
 
     def subscribe(self, since: int | None) -> AsyncGenerator[m.EventBatch, None]:
         self._publish()  # pending changes belong before the snapshot
-        return self.feed.subscribe(since, partial(snapshot_keys, self.state.index))
+        return self.feed.subscribe(since, partial(snapshot_keys, self.state.index), self.state.index.nodes_of)
 
     def find_segment(self, name: str) -> SegmentDescriptor | None:
         announced = self.board.find(name, self.clock.now_s())
@@ -284,6 +284,7 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         m.PutRenew: lambda c, _: state.put_renew(c.keys, c.generations, now()),
         m.PutRevoke: lambda c, _: state.put_revoke(c.keys, c.generations, c.settled, now()),
         m.Lookup: lookup,
+        m.Promote: lambda c, _: state.promotions.ask(c.keys, now()),
         m.RenewLeases: lambda c, _: state.renew_leases(c.keys, c.generations, now(), c.num_replicas),
         m.Remove: remove,
         m.RemoveReplicas: remove_replicas,

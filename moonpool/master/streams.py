@@ -21,6 +21,7 @@ SNAPSHOT_KEYS = 8192
 
 Part = list[tuple[bytes, Tier]]
 Snapshot = Callable[[], Iterator[Part]]
+NodesOf = Callable[[tuple[bytes, ...]], tuple[tuple[str, int], ...]]
 
 
 class _Listener:
@@ -69,7 +70,9 @@ class ChangeFeed:
                 listener.pending.clear()
             listener.wake.set()
 
-    async def subscribe(self, since: int | None, snapshot: Snapshot) -> AsyncGenerator[EventBatch, None]:
+    async def subscribe(
+        self, since: int | None, snapshot: Snapshot, nodes_of: NodesOf = lambda keys: ()
+    ) -> AsyncGenerator[EventBatch, None]:
         """Yield all batches after `since`, or a snapshot and all batches after it. `snapshot` yields keys in parts."""
         listener = _Listener()
         missed = self._missed(since)
@@ -78,7 +81,7 @@ class ChangeFeed:
             if missed is None:
                 sequence, first = self._sequence, True
                 for part in _in_batches(snapshot()):
-                    yield _snapshot_batch(sequence, first, part)
+                    yield _snapshot_batch(sequence, first, part, nodes_of)
                     first = False
                     await asyncio.sleep(0)  # other tasks run between two parts
             else:
@@ -112,9 +115,10 @@ def _num_keys(batch: EventBatch) -> int:
     return len(batch.stored) + len(batch.removed) + len(batch.moved) + len(batch.tiers)
 
 
-def _snapshot_batch(sequence: int, first: bool, part: Part) -> EventBatch:
+def _snapshot_batch(sequence: int, first: bool, part: Part, nodes_of: NodesOf) -> EventBatch:
     tiers = tuple((key, tier) for key, tier in part if tier != Tier.DRAM)
-    return EventBatch(sequence, first, stored=tuple(key for key, _ in part), tiers=tiers)
+    stored = tuple(key for key, _ in part)
+    return EventBatch(sequence, first, stored=stored, tiers=tiers, nodes=nodes_of(stored))
 
 
 def _in_batches(parts: Iterator[Part]) -> Iterator[Part]:

@@ -9,6 +9,8 @@ from moonpool.base.metrics import MetricFamily, MetricSample
 from moonpool.node.ssd import SsdStats
 from moonpool.store.messages import OrderKind
 
+# On the page before they happen, so that Prometheus sees the first one as an increase.
+_USUAL_ENDS = ("closed", "stalled", "refused", "pushed out", "not let in")
 _SSD_COUNTS = (
     "num_objects",
     "num_files",
@@ -19,6 +21,8 @@ _SSD_COUNTS = (
     "num_salvaged",
     "damaged_nbytes",
 )
+
+_NO_ORDERS = {(kind, "done"): 0 for kind in OrderKind}
 
 
 def node_metrics(
@@ -51,11 +55,12 @@ def node_metrics(
             "counter",
             [
                 MetricSample("moonpool_node_orders_total", {"kind": kind.name.lower(), "outcome": outcome}, count)
-                for (kind, outcome), count in sorted(orders.items())
+                for (kind, outcome), count in sorted({**_NO_ORDERS, **orders}.items())
             ],
         ),
     ]
     num_open, ended = connections
+    ended = {**dict.fromkeys(_USUAL_ENDS, 0), **ended}
     families += [
         _family("moonpool_node_connections", "connections to the memory's tcp port", "gauge", [({}, num_open)]),
         _counter("connections_ended", "connections to the memory's tcp port, by why they ended", "reason", ended),

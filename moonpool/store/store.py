@@ -137,6 +137,7 @@ class Store(TensorCalls, RemovalCalls):
         self._reads = ClientReads(master, read_tools)
         if self._cache is not None:
             self._reads = CachedReads(master, read_tools, self._cache)
+        self.get_remembered = self._reads.read_remembered  # the shortest way to a small value, for one bytes key
         self._views = ClientViews(
             master,
             self._reads,

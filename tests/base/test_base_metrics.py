@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
-from moonpool.base.metrics import TIME_BUCKETS_S, MergedCollector, RoleMetrics, TimeHistogram, process_metrics, snapshot
+from moonpool.base.metrics import TIME_BUCKETS_S, RoleMetrics, TimeHistogram, metrics_text, process_metrics, snapshot
 
 
 def registry_with(count: int) -> CollectorRegistry:
@@ -16,19 +19,50 @@ def registry_with(count: int) -> CollectorRegistry:
     return registry
 
 
+def parsed(text: str) -> dict[str, tuple[str, str, list[tuple[str, dict[str, str], float]]]]:
+    return {
+        family.name: (family.type, family.documentation, [(s.name, dict(s.labels), s.value) for s in family.samples])
+        for family in text_string_to_metric_families(text)
+    }
+
+
 def test_snapshots_travel_and_merge() -> None:
     parts = []
     for index in range(2):
         wire = msgspec.msgpack.encode(RoleMetrics("worker", f"w{index}", snapshot(registry_with(index + 1))))
         parts.append(msgspec.msgpack.decode(wire, type=RoleMetrics))
-    page = CollectorRegistry()
-    page.register(MergedCollector(parts))
-    text = generate_latest(page).decode()
+    text = metrics_text(parts).decode()
     assert text.count("# TYPE moonpool_reads_total counter") == 1
-    assert 'moonpool_reads_total{moonpool_name="w0",moonpool_role="worker",tier="dram"} 1.0' in text
-    assert 'moonpool_reads_total{moonpool_name="w1",moonpool_role="worker",tier="dram"} 2.0' in text
-    assert 'moonpool_pages{moonpool_name="w1",moonpool_role="worker"} 4.0' in text
-    assert 'moonpool_wait_seconds_bucket{le="2.0",moonpool_name="w0",moonpool_role="worker"} 1.0' in text
+    one, other = ({"moonpool_role": "worker", "moonpool_name": name} for name in ("w0", "w1"))
+    found = parsed(text)
+    assert found["moonpool_reads"][2] == [
+        ("moonpool_reads_total", {"tier": "dram", **one}, 1.0),
+        ("moonpool_reads_total", {"tier": "dram", **other}, 2.0),
+    ]
+    assert ("moonpool_pages", other, 4.0) in found["moonpool_pages"][2]
+    assert ("moonpool_wait_seconds_bucket", {"le": "2.0", **one}, 1.0) in found["moonpool_wait_seconds"][2]
+
+
+def test_the_text_says_what_prometheus_own_writer_says() -> None:
+    registry = CollectorRegistry()
+    odd = Gauge("moonpool_odd", 'a "quoted" \\ text\nof two lines', ["name"], registry=registry)
+    for number, name in enumerate(('"', "\\", "\n", "\\n", "ü", "", "a,b}=")):
+        odd.labels(name).set(number)
+    for number, value in enumerate((math.inf, -math.inf, 1e300, 5e-324, 0.1, 2.0**70)):
+        odd.labels(f"value {number}").set(value)
+    Counter("moonpool_things", "Things", registry=registry).inc(3)
+    Histogram("moonpool_wait_seconds", "Waits", ["kind"], registry=registry).labels("a").observe(0.3)
+    expected = parsed(generate_latest(registry).decode())
+    process = {"moonpool_role": "a", "moonpool_name": "b"}
+    found = parsed(metrics_text([RoleMetrics("a", "b", snapshot(registry))]).decode())
+    assert found == {
+        name: (kind, text, [(sample, {**labels, **process}, value) for sample, labels, value in samples])
+        for name, (kind, text, samples) in expected.items()
+    }
+    odd.labels("nan").set(math.nan)
+    assert b'{moonpool_name="b",moonpool_role="a",name="nan"} NaN\n' in metrics_text(
+        [RoleMetrics("a", "b", snapshot(registry))]
+    )
 
 
 def test_times_are_counted_as_prometheus_does() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import time
 
 import google_crc32c
 import numpy as np
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.base.checksum import ChecksumKind, compute, crc32c, crc32c_of_array, runs_beside_others, verify
-from moonpool.base.clock import AttendedClock, Deadline, VirtualClock, late_s
+from moonpool.base.checksum import ChecksumKind, compute, crc32c, verify
+from moonpool.base.clock import AttendedClock, Deadline, ThreadClock, VirtualClock, late_s
 from moonpool.base.errors import Corrupt
 
 
@@ -66,16 +66,11 @@ def test_crc32c_of_any_buffer() -> None:
 def test_large_arrays_are_checked_as_small_ones_are(nbytes: int) -> None:
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
     whole = google_crc32c.value(data.tobytes())
-    assert crc32c_of_array(data) == crc32c(data.data) == crc32c(data.tobytes()) == whole
+    assert crc32c(data) == crc32c(data.data) == crc32c(data.tobytes()) == whole
     half = nbytes // 2
-    assert crc32c_of_array(data[half:], crc32c_of_array(data[:half])) == whole
+    assert crc32c(data[half:], crc32c(data[:half])) == whole
     data.flags.writeable = False
-    assert crc32c_of_array(data) == whole
-
-
-def test_the_library_is_found_where_wheels_bring_it() -> None:
-    folder = Path(google_crc32c.__file__).parent.parent / "google_crc32c.libs"
-    assert runs_beside_others() or not folder.is_dir()
+    assert crc32c(data) == whole
 
 
 def test_verify() -> None:
@@ -83,3 +78,13 @@ def test_verify() -> None:
     verify(ChecksumKind.NONE, b"abc", 12345, "piece 0")
     with pytest.raises(Corrupt, match="piece 3"):
         verify(ChecksumKind.CRC32C, b"abd", crc32c(b"abc"), "piece 3")
+
+
+def test_a_threads_clock_stands_while_the_thread_waits() -> None:
+    clock = ThreadClock()
+    before_s = clock.now_s()
+    time.sleep(0.3)
+    assert clock.now_s() - before_s < 0.2
+    since_s = time.monotonic()
+    while clock.now_s() - before_s < 0.3:  # and goes on while it computes
+        assert time.monotonic() < since_s + 30

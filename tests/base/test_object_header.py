@@ -18,6 +18,8 @@ from moonpool.base.object_header import (
     Piece,
     announced_nbytes,
     header_nbytes,
+    pack_header,
+    read_plain,
     unpack,
 )
 
@@ -119,3 +121,23 @@ def test_a_header_announces_its_own_size() -> None:
     assert announced_nbytes(packed[:ALIGN_NBYTES]) == len(packed) == 3 * ALIGN_NBYTES
     with pytest.raises(Corrupt):
         announced_nbytes(packed[:20])
+
+
+def test_the_short_way_finds_what_the_long_way_finds() -> None:
+    raw = b"-" * 7 + pack_header(b"key", 5, [100], [77], identity=b"i" * 32)
+    assert read_plain(raw, 7, b"key", 5, 100, None) == read_plain(raw, 7, b"key", 5, 100, b"i" * 32) == 77
+    for other in ((b"kex", 5, 100, None), (b"key", 6, 100, None), (b"key", 5, 99, None), (b"key", 5, 100, b"j" * 32)):
+        assert read_plain(raw, 7, *other) is None
+    used = 7 + 66 + len(b"key") + 12 + 4
+    for bit in range(7 * 8, used * 8):
+        damaged = bytearray(raw)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert read_plain(damaged, 7, b"key", 5, 100, None) is None
+    assert read_plain(raw[: used - 1], 7, b"key", 5, 100, None) is None
+
+
+def test_the_short_way_leaves_unusual_headers_to_the_long_way() -> None:
+    for header in (pack_header(b"key", 5, [60, 40], [1, 2]), pack_header(b"key", 5, [100], [0], checksum_kind=0)):
+        assert read_plain(header, 0, b"key", 5, 100, None) is None
+    long_key = b"k" * 4010  # its header has no room for a void mark
+    assert read_plain(pack_header(long_key, 5, [100], [1]), 0, long_key, 5, 100, None) is None

@@ -25,6 +25,7 @@ from moonpool.base.errors import (
     Overloaded,
     PeerLost,
     ProtocolError,
+    Unreachable,
 )
 from moonpool.base.frames import MAX_BODY_NBYTES, FrameDecoder, FrameKind, encode_frame
 from moonpool.base.rpc import AsyncClient, Hello, RpcServer
@@ -356,3 +357,31 @@ def test_on_uvloop(listen_at: str) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(main()) == [0, 1, 2]
+
+
+async def test_a_machine_that_does_not_answer_is_unreachable() -> None:
+    """A kernel that ignores connections behaves like one that is off: here, because the queue is full."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        address = server.getsockname()
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        with pytest.raises(Unreachable, match=r"has not answered within 0\.2 s"):
+            await AsyncClient.connect(f"tcp:127.0.0.1:{address[1]}", "any", reach_s=0.2)
+
+
+async def test_a_server_that_hangs_is_not_unreachable() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = f"tcp:127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(PeerLost, match="did not answer") as raised:
+            await AsyncClient.connect(address, "any", timeout_s=0.3, reach_s=0.2)
+    assert not isinstance(raised.value, Unreachable)
+    with pytest.raises(PeerLost) as raised:
+        await AsyncClient.connect(address, "any", reach_s=5.0)
+    assert not isinstance(raised.value, Unreachable), "its machine refuses at once: the server may start again"

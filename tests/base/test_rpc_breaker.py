@@ -44,6 +44,15 @@ def test_a_frozen_server_is_found_out_in_time() -> None:
     assert LIMITS.silence_s <= found_s <= 0.25
 
 
+def test_a_coarse_timer_does_not_delay_it() -> None:
+    """A kernel with 100 ticks a second ends a wait of 20 ms after 28 ms. A call's first look makes the CallWait."""
+    now_s = LOOK_S + 0.008
+    wait = CallWait(LIMITS, now_s - LOOK_S)
+    while not wait.is_silent(now_s):
+        now_s += LOOK_S + 0.008
+    assert LIMITS.silence_s <= now_s < 0.225
+
+
 def test_a_busy_server_keeps_it_closed() -> None:
     """Its longest measured wait, with room to spare."""
     wait, now_s = CallWait(LIMITS, 0.0), 0.0

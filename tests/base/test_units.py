@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
-from moonpool.base.units import format_nbytes, parse_nbytes
+from moonpool.base.units import exact_size, format_nbytes, parse_nbytes
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,15 @@ def test_format(nbytes: int, text: str) -> None:
 @pytest.mark.parametrize("typed", ["1GB", "512MB", "64GB", "4TB", "1.5kB", "999B"])
 def test_a_size_is_shown_as_it_was_typed(typed: str) -> None:
     assert format_nbytes(parse_nbytes(typed)).replace(" ", "") == typed
+
+
+@given(st.one_of(st.integers(0, 2**60), st.integers(0, 2**10).map(lambda n: n * 2**30), st.integers(0, 10**6)))
+def test_an_exact_size_is_read_back(nbytes: int) -> None:
+    assert parse_nbytes(exact_size(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0"), (64 * 10**9, "64GB"), (2**28, "256MiB"), (512_000_000, "512MB"), (1001, "1001")]
+)
+def test_an_exact_size_is_short(nbytes: int, text: str) -> None:
+    assert exact_size(nbytes) == text

@@ -19,6 +19,7 @@ from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
+from moonpool.store.messages import SegmentStats
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
@@ -77,7 +78,7 @@ class LocalPool:
         self.loop.run(self.master.start())
         return self.master
 
-    def start_node(self, name: str, dram_nbytes: int = MIB) -> Node:
+    def start_node(self, name: str, dram_nbytes: int = MIB, **settings: Any) -> Node:
         node = Node(
             NodeConfig(
                 name=name,
@@ -86,11 +87,26 @@ class LocalPool:
                 run_dir=str(self.tmp_path / "run"),
                 retry_s=0.02,
                 fence_check_s=0.0,
+                **settings,
             )
         )
         self.loop.run(node.start())
         self.nodes.append(node)
         return node
+
+    def leave_on_ssd(self, node: Node, num_objects: int) -> None:
+        """Waits until the node has written that number of objects to its SSD, and starts it again with empty memory."""
+        name, config = node.config.name, node.config
+        wait_until(lambda: self._segment(f"{name}.ssd").num_objects >= num_objects, 30)
+        self.nodes.remove(node)
+        self.loop.run(node.close())
+        again = Node(config)
+        self.loop.run(again.start())
+        self.nodes.append(again)
+        wait_until(lambda: self._segment(f"{name}.ssd").status == "ok", 30)
+
+    def _segment(self, name: str) -> SegmentStats:
+        return next(each for each in self.on_loop(self.master.state.stats).segments if each.name == name)
 
     def client(self, *, shm: bool = True, **config: Any) -> Store:
         engine = TransferEngine(TransferConfig(run_dir=str(self.tmp_path / "run"), shm=shm, tcp_host=None))

@@ -42,7 +42,9 @@ def used(pool: Pool) -> int:
 def test_space_becomes_an_object_by_one_call(pool: Pool) -> None:
     ((generation, place),) = grant(pool)
     assert pool.state.exist([b"k"], pool.now_s) == [False]
+    assert [each.num_objects for each in pool.state.stats().segments] == [0], "space alone is no object"
     assert code(put_at(pool, b"k", generation, G - 7)) is None
+    assert [each.num_objects for each in pool.state.stats().segments] == [1]
     (info,) = pool.state.lookup([b"k"], pool.now_s)
     assert info is not None
     assert (info.replicas, info.nbytes) == ((place,), G - 7)

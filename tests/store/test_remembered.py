@@ -59,6 +59,44 @@ def test_what_was_found_is_read_without_asking(
     assert reader.counters()["hits"] == 42
 
 
+def test_the_first_read_after_an_exist_of_many_brings_the_places_of_its_neighbours(
+    pool: FacadePool, reader: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [b"%03d" % number for number in range(150)]
+    pool.store().put_many({key: key * 1000 for key in keys})
+    assert reader.exist_many(keys) == [True] * 150
+    reader.directory.refresh()
+    asked = Calls(reader, monkeypatch)
+    for key in reversed(keys):
+        assert reader.get(key) == key * 1000
+    assert asked.kinds == ["Locate"] * 3, "one for each group of 64 keys"
+    pool.store().remove_many(keys[:1], force=True)
+    assert reader.get(keys[0]) is None
+    assert asked.kinds == ["Locate"] * 3 + ["Lookup"], "a group is asked for once"
+
+
+def test_memory_of_this_machine_answers_whether_a_known_object_exists(
+    pool: FacadePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = pool.store(), pool.store()
+    writer.put("k", b"v" * 100)
+    assert reader.exist("k")
+    assert reader.exist("k")
+    asked = Calls(reader, monkeypatch)
+    assert reader.exist("k")
+    assert asked.kinds == []
+    remembered = reader._reads.remembered
+    now_s = remembered.now_s
+    monkeypatch.setattr(remembered, "now_s", lambda: now_s() + 6.0)
+    assert reader.exist("k")
+    assert asked.kinds == ["Locate"], "less than half of its lease was left"
+    writer.put("k", b"w" * 100, replace=True)
+    assert reader.exist("k")
+    assert asked.kinds == ["Locate"] * 2, "its place was void"
+    writer.remove("k", force=True)
+    assert not reader.exist("k")
+
+
 def test_uses_are_reported_and_lease_the_objects_again(
     pool: FacadePool, reader: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

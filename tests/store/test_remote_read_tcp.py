@@ -15,6 +15,7 @@ from moonpool.store.client import Put
 from moonpool.transfer.memory.fence import Fence
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.tcp.connection import GATHER_NBYTES
+from moonpool.transfer.transports.tcp.lanes import LanePool
 from moonpool.transfer.transports.tcp.transport import TcpRemote, TcpTransport
 
 SIZES = [1, 4000, GATHER_NBYTES + 1, MIB, 100]
@@ -49,6 +50,18 @@ def test_no_header_is_read_a_second_time(client: Store, monkeypatch: pytest.Monk
     assert client.get_many(list(values)) == list(values.values())
     for key, value in values.items():
         assert client.get(key) == value
+
+
+def test_a_batch_of_small_objects_keeps_its_connection(client: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {b"s%d" % at: bytes([at]) * 100 for at in range(20)}
+    assert client.put_objects([Put(key, [value]) for key, value in values.items()]) == [None] * len(values)
+    assert client.get_many(list(values)) == list(values.values())
+
+    def no_more(*_: object) -> None:
+        raise AssertionError("there is a connection")
+
+    monkeypatch.setattr(LanePool, "_connect", no_more)
+    assert client.get_many(list(values)) == list(values.values())
 
 
 @pytest.mark.parametrize("nbytes", [100, 2 * GATHER_NBYTES], ids=["gathered", "sent from where it lies"])

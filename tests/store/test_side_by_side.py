@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.base.checksum import runs_beside_others
 from moonpool.store.client.transfer_window import for_each
 from moonpool.transfer import TransferConfig, TransferEngine
 
@@ -28,7 +27,6 @@ def test_every_item_is_done_once(engine: TransferEngine, count: int, nbytes: int
     assert sorted(done) == list(range(count))
 
 
-@pytest.mark.skipif(not runs_beside_others(), reason="checksums hold Python's lock here")
 def test_two_threads_work_at_the_same_time(engine: TransferEngine) -> None:
     both, used = threading.Barrier(2, timeout=20.0), set()
 

@@ -73,12 +73,40 @@ def test_a_taken_key_keeps_its_value_and_the_place_is_used_again(
 def test_other_puts_go_the_ordinary_way(writer: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Calls(writer, monkeypatch)
     for turn in range(4):
-        writer.put(f"large{turn}", bytes(300 * 1024))
+        writer.put(f"large{turn}", bytes(5 * MIB))
         writer.upsert("k", b"%d" % turn)
         writer.put_many({f"{turn}.{number}": b"v" for number in range(3)})
         writer.put(f"g{turn}", b"v", group="g")
     assert asked.kinds["PutAt"] == 0
     assert writer.get("k") == b"3"
+
+
+def test_a_large_put_is_one_call_in_mapped_memory_and_asks_first_elsewhere(
+    pool: FacadePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped, remote, reader = pool.store(shm=True), pool.store(shm=False), pool.store()
+    asked_by = {mapped: {"PutAt": 12, "GrantAhead": 4}, remote: {"PutStart": 12, "PutEnd": 12}}
+    for store, expected in asked_by.items():
+        values = {f"{'mapped' if store is mapped else 'remote'}{number}": bytes([number]) * MIB for number in range(13)}
+        first, *others = values
+        store.put(first, values[first])
+        asked = Calls(store, monkeypatch)
+        for key in others:
+            assert store.put(key, values[key])
+        assert asked.kinds == expected  # 64 MiB of memory: at most 3 places of 1 MiB and a header are held
+        assert {key: reader.get(key) for key in values} == values
+
+
+def test_a_large_put_asks_first_after_a_key_was_taken(pool: FacadePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = pool.store(shm=True)
+    for number in range(3):
+        writer.put(f"k{number}", bytes(MIB))
+    asked = Calls(writer, monkeypatch)
+    for number in range(3):
+        assert not writer.put(f"k{number}", b"n" * MIB)
+    assert asked.kinds == {"PutAt": 1, "PutStart": 2}  # it was written once in vain
+    assert writer.get("k2") == bytes(MIB)
+    wait_until(lambda: not writer.put("k0", b"n" * MIB) and asked.kinds["PutAt"] == 2)  # asks first for a second only
 
 
 def test_what_is_not_used_is_given_back(pool: FacadePool, writer: Store, monkeypatch: pytest.MonkeyPatch) -> None:

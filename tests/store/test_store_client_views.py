@@ -8,8 +8,12 @@ import numpy as np
 from store_pool import wait_until
 
 from moonpool.base.errors import PeerLost
-from moonpool.store.client.views import VerifiedCache, ViewLedger
-from moonpool.store.messages import Placement
+from moonpool.store.client.view_ledger import VerifiedCache, ViewLedger
+from moonpool.store.messages import ObjectInfo, Placement
+
+
+def infos(*keys: bytes) -> list[ObjectInfo]:
+    return [ObjectInfo(key, 1, (place(0),), 1.0) for key in keys]
 
 
 def place(offset: int, generation: int = 1) -> Placement:
@@ -49,7 +53,7 @@ def test_a_view_lasts_as_long_as_anything_made_from_it() -> None:
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
     assert ledger.reserve(60)
     array = np.zeros(60, np.uint8)
-    ledger.keep(ledger.add_pins([b"k"], SESSION)[0], array)
+    ledger.keep(ledger.add_pins(infos(b"k"), SESSION)[0], array)
     part = np.frombuffer(array.data[10:20], np.uint8)[3:]  # a slice of an array of a slice
     del array
     assert not ledger.reserve(41), "over the limit"
@@ -66,7 +70,7 @@ def test_a_view_lasts_as_long_as_anything_made_from_it() -> None:
 def test_pins_are_given_back_together_and_before_the_end() -> None:
     unpinned = Unpinned()
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
-    for pin in ledger.add_pins([b"%d" % number for number in range(50)], SESSION):
+    for pin in ledger.add_pins(infos(*[b"%d" % number for number in range(50)]), SESSION):
         ledger.drop(pin)
     ledger.close()
     assert sorted(unpinned.keys) == sorted(b"%d" % number for number in range(50))
@@ -77,10 +81,10 @@ def test_a_lost_master_ends_no_thread() -> None:
     unpinned = Unpinned()
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
     unpinned.fails = True
-    ledger.drop(ledger.add_pins([b"lost"], SESSION)[0])
+    ledger.drop(ledger.add_pins(infos(b"lost"), SESSION)[0])
     assert unpinned.called.wait(5)
     unpinned.fails = False
-    ledger.drop(ledger.add_pins([b"next"], SESSION)[0])
+    ledger.drop(ledger.add_pins(infos(b"next"), SESSION)[0])
     ledger.close()
     assert b"next" in unpinned.keys
 
@@ -89,7 +93,7 @@ def test_a_newer_pin_of_a_key_waits_for_the_older_ones() -> None:
     """The master ends the oldest first, and that one may keep the value from before a replacement."""
     unpinned = Unpinned()
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
-    old, new, other = ledger.add_pins([b"k", b"k", b"other"], SESSION)
+    old, new, other = ledger.add_pins(infos(b"k", b"k", b"other"), SESSION)
     ledger.drop(new)
     ledger.drop(other)
     wait_until(lambda: unpinned.keys == [b"other"])
@@ -102,10 +106,10 @@ def test_a_retired_session_ends_with_its_last_view() -> None:
     """An answer about its pins was lost, so the master may hold more of them than are known here."""
     unpinned = Unpinned()
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
-    first, second = ledger.add_pins([b"a", b"b"], SESSION)
+    first, second = ledger.add_pins(infos(b"a", b"b"), SESSION)
     ledger.retire(SESSION)
     ledger.drop(first)
-    (other,) = ledger.add_pins([b"c"], SESSION)  # its look-up was under way
+    (other,) = ledger.add_pins(infos(b"c"), SESSION)  # its look-up was under way
     ledger.drop(second)
     ledger.retire(SESSION + 1)  # which has none
     wait_until(lambda: unpinned.ended == [SESSION + 1])
@@ -127,3 +131,42 @@ def test_the_end_of_a_session_is_said_until_it_is_heard() -> None:
     ledger.retire(SESSION)
     wait_until(lambda: said == [SESSION, SESSION])
     ledger.close()
+
+
+def test_a_pin_is_spare_for_a_while_after_its_view() -> None:
+    unpinned = Unpinned()
+    ledger = ViewLedger(100, unpinned, unpinned.ended.append)
+    old, new = ledger.add_pins(infos(b"k", b"k"), SESSION)
+    assert ledger.take_spare(b"k") is None, "both are in use"
+    for pin in (old, new):
+        assert ledger.reserve(10)
+        ledger.keep(pin, np.zeros(10, np.uint8))  # which goes at once
+    assert ledger.take_spare(b"other") is None
+    wait_until(lambda: ledger.nbytes == 0)  # the thread may have one in its hands
+    assert ledger.take_spare(b"k") is new
+    assert ledger.take_spare(b"k") is None
+    wait_until(lambda: unpinned.keys == [b"k"])  # the older one
+    ledger.keep(new, np.zeros(0, np.uint8))
+    wait_until(lambda: unpinned.keys == [b"k", b"k"])  # its time is over, although nothing else was released
+    assert ledger.take_spare(b"k") is None
+    ledger.close()
+
+
+def test_spare_pins_end_with_the_ledger_and_with_their_session() -> None:
+    unpinned = Unpinned()
+    ledger = ViewLedger(100, unpinned, unpinned.ended.append)
+    for pin in ledger.add_pins(infos(b"a", b"b"), SESSION):
+        ledger.keep(pin, np.zeros(0, np.uint8))
+    wait_until(lambda: not ledger._anchors)  # the thread may have one in its hands
+    kept = ledger.take_spare(b"a")
+    assert kept is not None
+    ledger.retire(SESSION)
+    assert ledger.take_spare(b"b") is None
+    ledger.keep(kept, np.zeros(0, np.uint8))
+    wait_until(lambda: unpinned.ended == [SESSION])
+    (other,) = ledger.add_pins(infos(b"c"), SESSION + 1)
+    ledger.keep(other, np.zeros(0, np.uint8))
+    unpinned_later: list[tuple[int, list[bytes]]] = []
+    ledger._unpin = lambda session, keys: unpinned_later.append((session, keys))
+    ledger.close()
+    assert unpinned_later == [(SESSION + 1, [b"c"])]

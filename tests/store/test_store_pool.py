@@ -375,14 +375,16 @@ def test_master_restart(tmp_path: Path) -> None:
         session = begin(client, PutRequest(b"begun", (3,)))
         assert hasty.exist_many([b"k"]) == [True]
         pool.loop.run(pool.master.close())
+        assert hasty.exist_many([b"k"]) == [True], "the memory here tells so"
+        asked = [b"k", b"absent"]
         with pytest.raises(PeerLost):
-            hasty.exist_many([b"k"])
+            hasty.exist_many(asked)
         answers: list[list[bool]] = []
-        asking = threading.Thread(target=lambda: answers.append(client.exist_many([b"k"])))
+        asking = threading.Thread(target=lambda: answers.append(client.exist_many(asked)))
         asking.start()
         pool.start_master()
         asking.join(20)
-        assert answers == [[True]], "who can wait sees nothing of it"
+        assert answers == [[True, False]], "who can wait sees nothing of it"
         assert info_of(client, b"k").replicas == old.replicas
         assert client.get(b"k") == b"old"
         session.write_piece(0, b"new")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 
 from moonpool.transfer.transports.mapped import Prefault
 
@@ -62,3 +63,28 @@ def test_a_kernel_without_the_call_is_asked_once() -> None:
     prefault.before_write(view, 0, 10)
     prefault.before_write(view, 2 * CHUNK, 10)
     assert mapped.advised == [(0, CHUNK)]
+
+
+def test_what_follows_is_mapped_in_while_the_writer_goes_on() -> None:
+    view = memory(64 * CHUNK)
+    prefault = Prefault(view)
+    prefault.before_write(view, 0, 3 * CHUNK)
+    assert prefault._helper is None, "little was written"
+    for at in range(3, 60):
+        prefault.before_write(view, at * CHUNK, CHUNK)
+        if prefault._helper is not None:
+            prefault._helper.join(60.0)
+    assert len(advised(view)) == 2, "the writer mapped in the first chunks only"
+    assert prefault._done.count(1) == 64
+
+
+def test_the_thread_does_not_keep_the_mapping() -> None:
+    view = memory(64 * CHUNK)
+    prefault = Prefault(view)
+    gone = weakref.ref(view.obj)
+    prefault.before_write(view, 0, 8 * CHUNK)
+    helper = prefault._helper
+    assert helper is not None
+    del view
+    helper.join(60.0)
+    assert gone() is None

@@ -8,14 +8,16 @@ server cancel the handler.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeVar, cast
 
 from moonpool.base.address import parse_address
 from moonpool.base.backoff import Backoff
-from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, PeerLost, ProtocolError
+from moonpool.base.errors import DeadlineExceeded, MoonpoolError, Overloaded, PeerLost, ProtocolError, Unreachable
 from moonpool.base.frames import Frame, FrameDecoder, FrameKind, encode_frame
 from moonpool.base.rpc.protocol import (
     DEFAULT_TIMEOUT_S,
@@ -33,6 +35,7 @@ R = TypeVar("R")
 # A reader this far behind is stuck: its stream fails, and the reader may start a new one.
 _FULL_PAUSE_S, _MAX_FULL_PAUSE_S = 0.002, 0.1  # between attempts to reach a server with a full queue
 _MAX_WAITING_ITEMS = 65_536
+_UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ETIMEDOUT}
 _PING = encode_frame(FrameKind.PING, 0)
 
 
@@ -53,6 +56,19 @@ async def _connect_unix(path: str) -> socket.socket:
             sock.close()
             raise
         await asyncio.sleep(backoff.next_s())
+
+
+@asynccontextmanager
+async def _reaching(address: str, reach_s: float | None) -> AsyncIterator[None]:
+    """Raise Unreachable if what is done takes longer."""
+    limit = asyncio.timeout(reach_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise Unreachable(f"the machine of {address} has not answered within {reach_s:g} s") from error
 
 
 def _expire(future: asyncio.Future[Frame]) -> None:
@@ -85,9 +101,12 @@ class AsyncClient(asyncio.Protocol):
         name: str = "",
         incarnation: int = 0,
         timeout_s: float = 5.0,
+        reach_s: float | None = None,
         silence_limits: SilenceLimits = DEFAULT_SILENCE_LIMITS,
     ) -> AsyncClient:
-        """Connect. PeerLost when there is no server or it does not answer, ProtocolError when it is another service."""
+        """Connect. PeerLost when there is no server or it does not answer within `timeout_s`, ProtocolError when it is
+        another service. Unreachable when its machine does not answer within `reach_s`, which a kernel does at once even
+        if the server hangs."""
         loop, at = asyncio.get_running_loop(), parse_address(address)
         client = cls(address, Hello(service, name, incarnation, pings=True), silence_limits)
         try:
@@ -95,14 +114,16 @@ class AsyncClient(asyncio.Protocol):
                 if at.scheme == "unix":
                     await loop.create_unix_connection(lambda: client, sock=await _connect_unix(at.path))
                 else:
-                    await loop.create_connection(lambda: client, at.host, at.port)
+                    async with _reaching(address, reach_s):
+                        await loop.create_connection(lambda: client, at.host, at.port)
                 client.peer = await client._greeted
         except TimeoutError as error:
             client.close()
             raise PeerLost(f"{address} did not answer within {timeout_s:g} s") from error
         except OSError as error:
             client.close()
-            raise PeerLost(f"{address}: {error.strerror or error}") from error
+            lost = Unreachable if error.errno in _UNREACHABLE else PeerLost
+            raise lost(f"{address}: {error.strerror or error}") from error
         except BaseException:
             client.close()  # cancelled, or refused by the server
             raise

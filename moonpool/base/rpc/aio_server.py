@@ -159,6 +159,7 @@ class RpcPeer(asyncio.Protocol):
         self._watched = False  # the peer has promised pings
         self.hello: Hello | None = None
         self.closed = False
+        self.was_silent = False  # it was disconnected because it had been silent for too long
         self.ended = asyncio.Event()
 
     def on_close(self, callback: Callable[[], None]) -> None:
@@ -328,6 +329,7 @@ class RpcPeer(asyncio.Protocol):
             return
         who, limit_s = self.hello.name or "a peer", self._watch.limits.silence_limit_s
         _LOG.warning("%s: %s has been silent for %g s and is cut off", self._server.hello.service, who, limit_s)
+        self.was_silent = True
         self.abort()
 
     def _on_call(self, call_id: int, body: bytes) -> None:

@@ -23,7 +23,7 @@ from moonpool.base.backoff import Backoff
 from moonpool.base.clock import Deadline, late_s
 from moonpool.base.errors import BreakerOpen, ConfigError, MoonpoolError
 
-_TIMER_GRAIN_S = 0.005  # the kernel's timers fire this much later than asked for
+_TIMER_GRAIN_S = 0.008  # the kernel's timers fire this much later than asked for, with 100 ticks a second
 _LOG = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.05  # whether the waiting caller was closed

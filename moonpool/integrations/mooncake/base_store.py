@@ -182,9 +182,12 @@ class StoreBase:
         outcomes = self._ask("put", put, lambda code: code)
         for number, at in enumerate(usable):
             outcome = outcomes if isinstance(outcomes, int) else outcomes[number]
-            stored = outcome is None or isinstance(outcome, AlreadyExists)
-            results[at] = ErrorCode.OK if stored else self._code("put", keys[at], outcome)
+            results[at] = ErrorCode.OK if outcome is None else self._put_code(keys[at], outcome)
         return results
+
+    def _put_code(self, key: str, outcome: int | MoonpoolError) -> int:
+        """Return the number for one put's error; a taken key is none."""
+        return ErrorCode.OK if isinstance(outcome, AlreadyExists) else self._code("put", key, outcome)
 
     def _code(self, what: str, key: str, outcome: int | MoonpoolError | None) -> int:
         """Return the number for one key's outcome. Log errors other than a miss."""
@@ -213,14 +216,14 @@ class StoreBase:
         session = self._session
         if session is None:
             raise InvalidInput("this store was closed")
-        namespace = session.config.namespace
+        namespace = session.namespace
         return [namespace + key.encode() for key in keys]
 
     def _key(self, key: str) -> bytes:
         session = self._session
         if session is None:
             raise InvalidInput("this store was closed")
-        return session.config.namespace + key.encode()
+        return session.namespace + key.encode()
 
     def _group(self, config: ReplicateConfig, at: int) -> bytes:
         return b"" if config.group_ids is None else self._key(config.group_ids[at])

@@ -22,7 +22,7 @@ MAX_HEAD_NBYTES = 32 * 1024
 MAX_BODY_NBYTES = 8 * 1024 * 1024
 MAX_CONNECTIONS = 256
 IDLE_S = 60.0
-JSON, TEXT, METRICS = "application/json", "text/plain", "text/plain; version=0.0.4; charset=utf-8"
+JSON, TEXT = "application/json", "text/plain"
 
 
 class HttpRequest(msgspec.Struct, frozen=True):

@@ -15,11 +15,10 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
 
 from moonpool.base.backoff import Backoff
 from moonpool.base.errors import InvalidInput, NotFound, NotSettled
-from moonpool.base.metrics import GetMetrics, GetReportedMetrics, MergedCollector, RoleMetrics
+from moonpool.base.metrics import CONTENT_TYPE, GetMetrics, GetReportedMetrics, RoleMetrics, metrics_text
 from moonpool.base.rpc import Call
 from moonpool.base.units import format_nbytes
 from moonpool.integrations.mooncake.admin_replies import (
@@ -39,7 +38,7 @@ from moonpool.integrations.mooncake.admin_replies import (
     upstream_metrics,
 )
 from moonpool.integrations.mooncake.codes import ErrorCode
-from moonpool.integrations.mooncake.http_service import METRICS, TEXT, HttpRequest, HttpResponse, HttpService
+from moonpool.integrations.mooncake.http_service import TEXT, HttpRequest, HttpResponse, HttpService
 from moonpool.integrations.mooncake.segment_names import endpoint_of, segments_of
 from moonpool.store import messages as m
 from moonpool.store.removal_calls import new_idempotency_key
@@ -122,9 +121,8 @@ class MasterAdmin:
     def _metrics(self, _: HttpRequest) -> HttpResponse:
         """Our metrics of the master and the nodes, and the three of upstream's that boards need most."""
         own = [*self._ask(GetMetrics()), *upstream_metrics(self._stats())]
-        registry = CollectorRegistry()
-        registry.register(MergedCollector([RoleMetrics("master", "master", own), *self._ask(GetReportedMetrics())]))
-        return HttpResponse(HTTPStatus.OK, generate_latest(registry), METRICS)
+        parts = [RoleMetrics("master", "master", own), *self._ask(GetReportedMetrics())]
+        return HttpResponse(HTTPStatus.OK, metrics_text(parts), CONTENT_TYPE)
 
     def _summary(self, _: HttpRequest) -> HttpResponse:
         stats = self._stats()

@@ -13,6 +13,7 @@ from moonpool.integrations.mooncake.base_store import StoreBase
 from moonpool.integrations.mooncake.codes import ErrorCode, transfer_code_of
 from moonpool.integrations.mooncake.device_memory import MemoryStage
 from moonpool.integrations.mooncake.types import ReplicateConfig
+from moonpool.store.client import Put
 
 
 class PointerCalls(StoreBase):
@@ -22,7 +23,13 @@ class PointerCalls(StoreBase):
         """Put `size` bytes at the address. Return 0 also when the key is taken, and when there are no bytes: nothing is
         stored then.
         """
-        return self._put_one(key, [buffer_ptr], [size], config, replace=False)
+        session, view = self._session, self._memory.find(buffer_ptr, size)
+        if config is not None or session is None or view is None or not key:
+            return self._put_one(key, [buffer_ptr], [size], config, replace=False)
+        # The common case: nothing is made for lists and settings.
+        put = Put(key=session.namespace + key.encode(), buffers=(view,), options=session.plain_options)
+        (outcome,) = self._ask("put", lambda client: client.put_objects((put,)), lambda code: (code,))
+        return ErrorCode.OK if outcome is None else self._put_code(key, outcome)
 
     def put_from_with_metadata(
         self,
@@ -44,9 +51,14 @@ class PointerCalls(StoreBase):
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         """Read the value to the address. Return how many bytes; -600 when the value is larger than `size`."""
+        session, view = self._session, self._memory.find(buffer_ptr, size)
+        if session is not None and view is not None:
+            got = session.client.get_remembered(session.namespace + key.encode(), view)
+            if got is not None:
+                return got
         if not self._gpu_memory.is_empty:
             return self.batch_get_into([key], [buffer_ptr], [size])[0]
-        target = self._view("get", key, (buffer_ptr,), (size,))
+        target = self._view("get", key, (buffer_ptr,), (size,)) if view is None else [view]
         if not target:
             return ErrorCode.INVALID_PARAMS
         outcome = self._ask(

@@ -17,6 +17,7 @@ from moonpool.transfer.memory.buffers import RawMemory, as_bytes_view
 
 _MAPS = Path("/proc/self/maps")
 _NOTHING = memoryview(b"")
+_NO_RANGE = (_NOTHING, 0, -1)  # a range as _range_of() returns it, in which nothing is
 
 
 class RegisteredMemory:
@@ -26,6 +27,7 @@ class RegisteredMemory:
         self._lock = threading.Lock()
         self._starts: list[int] = []  # sorted
         self._views: dict[int, memoryview] = {}  # by start
+        self._last = _NO_RANGE  # the range that was used last: mostly the next one, too
 
     def register(self, address: int, nbytes: int) -> None:
         """InvalidInput when it is no main memory of this process or overlaps what is registered."""
@@ -46,17 +48,28 @@ class RegisteredMemory:
             if self._views.pop(address, None) is None:
                 raise InvalidInput(f"nothing is registered at {address:#x}")
             self._starts.remove(address)
+            self._last = _NO_RANGE
 
     def view(self, address: int, nbytes: int) -> memoryview:
         """Return the bytes. InvalidInput unless they are inside one registered range."""
         return self.views((address,), (nbytes,))[0]
+
+    def find(self, address: int, nbytes: int) -> memoryview | None:
+        """view(), or None where it raises or there are no bytes: for a single value, without a list."""
+        whole, start, end = self._last
+        if not (start <= address and address + nbytes <= end):
+            try:
+                whole, start, end = self._range_of(address, nbytes)
+            except InvalidInput:
+                return None
+        return whole[address - start : address - start + nbytes] if nbytes > 0 else None
 
     def views(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """view() of each, of as many sizes as addresses. Batches of a thousand are made here: most of their memory is
         in one range, which is looked up once.
         """
         found: list[memoryview] = []
-        whole, start, end = _NOTHING, 0, -1
+        whole, start, end = _NO_RANGE
         for address, nbytes in zip(addresses, sizes, strict=True):
             if not (start <= address and nbytes >= 0 and address + nbytes <= end):
                 whole, start, end = self._range_of(address, nbytes)
@@ -69,14 +82,16 @@ class RegisteredMemory:
             at = bisect_right(self._starts, address)
             start = self._starts[at - 1] if at else 0
             whole = self._views.get(start)
-        if whole is None or nbytes < 0 or address + nbytes > start + whole.nbytes:
-            raise InvalidInput(f"{nbytes} bytes at {address:#x} are not registered")
-        return whole, start, start + whole.nbytes
+            if whole is None or nbytes < 0 or address + nbytes > start + whole.nbytes:
+                raise InvalidInput(f"{nbytes} bytes at {address:#x} are not registered")
+            found = self._last = whole, start, start + whole.nbytes
+        return found
 
     def clear(self) -> None:
         with self._lock:
             self._starts.clear()
             self._views.clear()
+            self._last = _NO_RANGE
 
 
 def is_mapped(address: int, nbytes: int, maps: str) -> bool:

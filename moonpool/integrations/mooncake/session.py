@@ -16,6 +16,7 @@ from moonpool.integrations.mooncake.offered_memory import OfferedMemory
 from moonpool.integrations.mooncake.range_sessions import OpenPuts, OpenReads
 from moonpool.integrations.mooncake.segment_names import SegmentNames, node_name, reserve_port
 from moonpool.integrations.mooncake.setup_config import SetupConfig
+from moonpool.integrations.mooncake.types import ReplicateConfig
 from moonpool.node.config import NodeConfig
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
@@ -34,6 +35,7 @@ class MooncakeSession:
 
     def __init__(self, config: SetupConfig) -> None:
         self.config = config
+        self.namespace = config.namespace
         self.segment_name: str | None = None  # of the memory that setup() offers
         with ExitStack() as stack:
             port = config.port
@@ -50,6 +52,8 @@ class MooncakeSession:
             stack.callback(self.memory.close)
             if config.offered_nbytes:
                 self.segment_name, _ = self.memory.offer(config.offered_nbytes)
+            own = () if self.segment_name is None else (self.segment_name,)
+            self.plain_options = ReplicateConfig().options(own)  # of puts without a ReplicateConfig
             self._stack = stack.pop_all()
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ class Changes(NamedTuple):
     removed: tuple[bytes, ...]
     moved: tuple[bytes, ...]
     tiers: tuple[tuple[bytes, Tier], ...]
+    nodes: tuple[tuple[str, int], ...] = ()
 
 
 class ChangeLog:
@@ -55,9 +56,13 @@ class ChangeLog:
         if self.enabled and self._changes.get(key) is not Change.STORED:
             self._changes[key] = Change.TIER
 
-    def take(self, tiers_of: Callable[[Sequence[bytes]], list[Tier]]) -> Changes | None:
-        """Return the changes since the last call, None if there are none. `tiers_of` returns the
-        tiers of stored keys.
+    def take(
+        self,
+        tiers_of: Callable[[Sequence[bytes]], list[Tier]],
+        nodes_of: Callable[[Sequence[bytes]], tuple[tuple[str, int], ...]],
+    ) -> Changes | None:
+        """Return the changes since the last call, None if there are none. `tiers_of` returns the tiers of stored keys,
+        `nodes_of` their nodes.
         """
         if not self._changes:
             return None
@@ -69,7 +74,7 @@ class ChangeLog:
         moved_tiers = [(key, tier) for key, tier in zip(stored, tiers_of(stored), strict=True) if tier is not dram]
         if tiers:
             moved_tiers += zip(tiers, tiers_of(tiers), strict=True)
-        return Changes(stored, removed, moved, tuple(moved_tiers))
+        return Changes(stored, removed, moved, tuple(moved_tiers), nodes_of(stored))
 
 
 NEVER_STORED = "this object was never stored"  # the answer about an unknown key begins with this

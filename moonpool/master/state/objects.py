@@ -6,6 +6,7 @@ Every change of an object goes through here, so that these agree. index.py finds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from zlib import crc32
 
 from moonpool.master.policies.base import EvictionPolicy
@@ -83,6 +84,16 @@ class PoolObjects:
             nowhere if slot is None else (dram if segments[slot] in by_number and not on_ssd[slot] else tier(slot))
             for slot in table.find_many(keys)
         ]
+
+    def nodes_of(self, keys: Sequence[bytes]) -> tuple[tuple[str, int], ...]:
+        """Return (node, number of keys) for each run of keys whose first replica in memory is on one node; "" without
+        one."""
+        if not keys:
+            return ()
+        by_number, segments = self._segments.by_number, self.table.dram_segment
+        found = [by_number.get(0 if slot is None else segments[slot]) for slot in self.table.find_many(keys)]
+        runs = groupby("" if each is None else each.node for each in found)
+        return tuple([(node, len(list(run))) for node, run in runs])
 
     def is_on_live_ssd(self, slot: int) -> bool:
         """Return whether the object can be read from an SSD now."""

@@ -13,6 +13,7 @@ positional: a bad item does not fail the others. What it promises:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from moonpool.base.descriptor import SegmentDescriptor
@@ -29,6 +30,7 @@ from moonpool.master.state.listing import ObjectListing, remove, remove_replicas
 from moonpool.master.state.members import Members
 from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.orders import Copies, OrderBook
+from moonpool.master.state.promotions import AskedPromotions
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.reads import HotKeys, ReadState
 from moonpool.master.state.records import Outcomes
@@ -65,6 +67,7 @@ class PoolState:
         self.ahead = SpaceAhead(rules, index, segments, self.space, self.puts, self.generations, self.identities)
         self.copies = Copies(rules, index, segments, self.space, self.orders)
         self.ssd = SsdTier(rules, index, segments, self.orders, self.copies, self.generations)
+        self.promotions = AskedPromotions(index, segments, self.ssd)
         self._hot = HotKeys(rules, index, segments, self.copies)
         self.voids = Voids(rules, segments, self.orders, self.outcomes, self.puts.pending)
         index.on_replicas_left = self.voids.on_replicas_left
@@ -374,11 +377,12 @@ class PoolState:
             "orders_in_progress": len(self.orders),
             "objects_away": self.index.table.num_dormant,
         }
+        unfinished = Counter(number for (number, _), _ in self.puts.spans())
         return m.StoreStats(
             num_objects=len(self.index),
             capacity_nbytes=self.table_of_segments.capacity_nbytes,
             used_nbytes=self.table_of_segments.used_nbytes,
-            segments=tuple(each.stats() for each in self.table_of_segments.all()),
+            segments=tuple(each.stats(unfinished[each.number]) for each in self.table_of_segments.all()),
             counters=counters,
             high_watermark=self.rules.high_watermark,
             ssd_high_watermark=self.rules.ssd_high_watermark,
@@ -388,7 +392,7 @@ class PoolState:
 
     def take_changes(self) -> Changes | None:
         """Return the keys that changed since the last call, None if there are none."""
-        return self.index.changes.take(self.index.tiers_of)
+        return self.index.changes.take(self.index.tiers_of, self.index.nodes_of)
 
     def take_records(self) -> Sequence[bytes]:
         """Return what must be in the journal before the last event is answered."""

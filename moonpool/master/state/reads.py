@@ -14,7 +14,7 @@ from moonpool.master.state.key_index import Slots
 from moonpool.master.state.orders import Copies
 from moonpool.master.state.segments import SegmentTable
 from moonpool.master.state.ssd_tier import SsdTier
-from moonpool.master.state.table import Replica
+from moonpool.master.state.table import Flag, Replica
 from moonpool.master.state.voids import Voids
 from moonpool.store.messages import ObjectInfo, RenewedLeases
 from moonpool.store.messages.values import MAX_REPLICAS
@@ -141,7 +141,10 @@ class ReadState:
 
     def _has_replica(self, slot: int, generation: int, max_replicas: int) -> bool:
         """Return whether a replica in memory has this generation, and there are no more than that many."""
-        replicas: Sequence[Replica] = self._index.table.dram_replicas(slot)
+        table = self._index.table
+        if not table.flags[slot] & Flag.EXTRA:  # mostly: one replica, or none
+            return bool(max_replicas >= 1 and table.dram_segment[slot] and table.dram_generation[slot] == generation)
+        replicas: Sequence[Replica] = table.dram_replicas(slot)
         return len(replicas) <= max_replicas and any(each.generation == generation for each in replicas)
 
     def exist(self, keys: Sequence[bytes], now_s: float) -> list[bool]:

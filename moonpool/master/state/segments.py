@@ -119,13 +119,14 @@ class MountedSegment:
     def info(self) -> SegmentInfo:
         return SegmentInfo(self.descriptor, self.node, self.tier, self.registry_address)
 
-    def stats(self) -> SegmentStats:
+    def stats(self, num_unfinished: int = 0) -> SegmentStats:
+        """Return what is in use, and the objects: without those whose puts are not finished."""
         return SegmentStats(
             name=self.name,
             node=self.node,
             capacity_nbytes=self.capacity_nbytes,
             used_nbytes=self.used_nbytes,
-            num_objects=self.num_replicas,
+            num_objects=self.num_replicas - num_unfinished,
             tier=self.tier,
             status=self.status,
         )

@@ -17,7 +17,7 @@ from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace, Overloaded,
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
-from moonpool.master.state.orders import Copies, OpenOrder, OrderBook
+from moonpool.master.state.orders import Copies, OnCopied, OpenOrder, OrderBook
 from moonpool.master.state.segments import MountedSegment, SegmentTable
 from moonpool.master.state.space import Generations
 from moonpool.master.state.table import UNKNOWN_OFFSET, Flag, Replica
@@ -316,7 +316,7 @@ class SsdTier:
             version = table.version[slot]
             hits[version] = hits.get(version, 0) + 1
             if hits[version] >= self._rules.promote_after_hits:
-                self._promote(slot, now_s)
+                self.promote(slot, now_s)
         if table.version[slots[-1]] not in hits:  # it is in DRAM, or is being promoted
             self._read_ahead(slots[-1], now_s)
         if len(hits) > _MAX_TRACKED_HITS:
@@ -331,15 +331,17 @@ class SsdTier:
                 return
             slot = following
             if not table.dram_segment[slot] and not table.flags[slot] & Flag.DORMANT:
-                self._promote(slot, now_s)
+                self.promote(slot, now_s)
 
-    def _promote(self, slot: int, now_s: float) -> None:
+    def promote(self, slot: int, now_s: float, on_copied: OnCopied | None = None) -> bool:
+        """Order a copy in DRAM, on the node that has the record if there is room. Return False as Copies.start()."""
         self._hits.pop(self._index.table.version[slot], None)
         segment = self._segments.by_number.get(self._index.table.ssd_segment[slot])
         node = None if segment is None else segment.node
         preferred = tuple(each.name for each in self._segments.of_tier(Tier.DRAM) if each.node == node)
-        if self._copies.start(slot, now_s, preferred=preferred):
-            self.counters["promoted"] += 1
+        is_started = self._copies.start(slot, now_s, preferred=preferred, on_copied=on_copied)
+        self.counters["promoted"] += is_started
+        return is_started
 
     def restore(self) -> None:
         """Rebuild the queues and clocks from the table, after a restart."""

@@ -1,8 +1,11 @@
 """Space that the master granted ahead, so that a small put is one call: the client writes first, and asks then.
 
 After two puts of the same number of granules within a few seconds, the client asks for several places of that size and
-uses one for each put (PutAt). What it holds is bounded. A thread renews it and gives back what was not used for a
-while; it runs only while something is held. All of it is given back when the master is short of space, and at the end.
+uses one for each put (PutAt). Large objects only in memory of this machine: over a network, writing what is stored
+already costs more than asking first. After a key that was taken, large puts ask first for a while.
+
+What the client holds is bounded. A thread renews it and gives back what was not used for a while; it runs only while
+something is held. All of it is given back when the master is short of space, and at the end.
 
 The master frees a place only when this client gives it back, or does not name it among those that it knows, or has
 ended. So a place is known here from the answer that grants it until the master has taken it back or made it an object.
@@ -23,7 +26,9 @@ from moonpool.store.client.master_client import MasterClient
 from moonpool.store.messages import GRANULE_NBYTES, GrantAhead, Placement, PutRenew, PutRevoke, ahead_key, num_granules
 from moonpool.store.messages.values import MAX_AHEAD_NBYTES
 
-_ASK_PLACES, _ASK_NBYTES = 16, 1024 * 1024  # at once: so many places, or so many bytes
+_ASK_PLACES, _ASK_NBYTES = 16, 8 * 1024 * 1024  # most places, and most bytes, of one GrantAhead
+_LARGE_NBYTES = 256 * 1024 + GRANULE_NBYTES  # a larger object takes longer to write over a network than a call
+_ASK_FIRST_S = 1.0  # for large objects, after a key was taken
 _DEMAND_S = 5.0  # two puts of a size within this time: more are to be expected
 _IDLE_S = 5.0  # a size that was not put for so long is given back
 _PAUSE_S = 1.0  # after the master had nothing to grant
@@ -48,20 +53,24 @@ class _Size:
     def __init__(self) -> None:
         self.places: list[HeldPlace] = []
         self.put_s = float("-inf")  # when the latest put of this size began
+        self.ask_first_until_s = float("-inf")  # keys of large objects were taken: they are not written before asking
 
 
 class HeldSpace:
-    """Thread-safe. `session` returns this client's session; `local_segment` the segment to prefer."""
+    """Thread-safe. `session` returns this client's session; `local_segment` the segment to prefer; `is_local` whether a
+    segment is memory of this machine.
+    """
 
     def __init__(
         self,
         master: MasterClient,
         session: Callable[[], int],
         local_segment: Callable[[], str | None],
+        is_local: Callable[[str], bool],
         config: ClientConfig,
         clock: Clock | None = None,
     ) -> None:
-        self._master, self._session, self._local_segment = master, session, local_segment
+        self._master, self._session, self._local_segment, self._is_local = master, session, local_segment, is_local
         self._max_nbytes, self._renew_after_s = config.ahead_nbytes, config.renew_after_s
         self._clock: Clock = clock or BootClock()
         self._lock = threading.Lock()
@@ -86,9 +95,13 @@ class HeldSpace:
             granules, now_s, session = num_granules(nbytes), self._clock.now_s(), self._session()
         except MoonpoolError:  # the ordinary way says what is wrong
             return None
+        if nbytes > _LARGE_NBYTES and not session:  # this client maps no memory of its machine
+            return None
         with self._lock:
             size = self._sizes.setdefault(granules, _Size())
             is_frequent, size.put_s = now_s - size.put_s <= _DEMAND_S, now_s
+            if now_s < size.ask_first_until_s:
+                return None
             found = self._pop(granules, session, now_s)
         if found is None and is_frequent:
             with self._asking:
@@ -106,6 +119,8 @@ class HeldSpace:
             if not self._ended.is_set():
                 size = self._sizes.setdefault(held.granules, _Size())
                 size.places.append(held._replace(turn=held.turn + 1))
+                if held.granules * GRANULE_NBYTES > _LARGE_NBYTES:
+                    size.ask_first_until_s = self._clock.now_s() + _ASK_FIRST_S
                 return
         self.drop(held)
 
@@ -162,6 +177,9 @@ class HeldSpace:
             self.give_back_all()
         granted = self._grants(nbytes, count, session)
         places = [HeldPlace(generation, place, session, granules, asked_s) for generation, place in granted]
+        if nbytes > _LARGE_NBYTES:
+            self._return([(each.generation, True) for each in places if not self._is_local(each.place.segment)])
+            places = [each for each in places if self._is_local(each.place.segment)]
         if not places:
             self._pause_until_s = asked_s + _PAUSE_S
         with self._lock:

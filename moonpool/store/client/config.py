@@ -28,7 +28,7 @@ class ClientConfig:
     # of one read of a node's memory, with 1 s more for each 8 MiB: then the next replica is read, or it is a miss
     read_timeout_s: float = 1.5
     renew_after_s: float = 10.0  # seconds between renewals of unfinished puts; a third of the master's put_discard_s
-    ahead_nbytes: int = 4 * 1024 * 1024  # space held for small puts to come, each one call then; 0: they ask first
+    ahead_nbytes: int = 16 * 1024 * 1024  # space held for single puts to come, each one call then; 0: they ask first
     uses_gpu: bool = False  # a GPU of this process reads and writes nodes' memory (TransferEngine.use_gpu())
     max_view_nbytes: int = 1 << 30  # mapped by views at the same time; above it views are copies
     max_verified_views: int = 65_536  # objects whose checksum is remembered as verified

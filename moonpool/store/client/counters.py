@@ -43,6 +43,13 @@ class ClientCounters:
             self._values["misses"] += num_misses
             self._values["bytes_read"] += nbytes
 
+    def add_hit(self, nbytes: int) -> None:
+        """add_reads() of one object that was found."""
+        values = self._values
+        with self._lock:
+            values["hits"] += 1
+            values["bytes_read"] += nbytes
+
     def check_replicas(self, num_stored: int, num_asked: int) -> FewerReplicas | None:
         """Return the error for an object stored on fewer replicas than asked for, and count it; else None."""
         if num_stored >= num_asked:

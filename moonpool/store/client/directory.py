@@ -166,6 +166,11 @@ class SegmentDirectory:
         info = self._known.get(placement.segment)
         return info is not None and not _is_local(info)
 
+    def node_of(self, placement: Placement) -> str:
+        """Return the segment's node, "" if it is not known, without a call."""
+        info = self._known.get(placement.segment)
+        return "" if info is None else info.node
+
     def is_memory(self, placement: Placement) -> bool:
         """Return whether the segment is mounted memory. Ask the master if the segment is not known."""
         if (placement.segment, placement.incarnation) in self._memory:
@@ -227,6 +232,10 @@ class SegmentDirectory:
             self.refresh()
         names = self._local_memory
         return names[next(self._puts) % len(names)] if names else None
+
+    def is_local_memory(self, name: str) -> bool:
+        """Return whether this is a known memory segment of this machine."""
+        return name in self._local_memory
 
     def refresh(self) -> None:
         fresh = {each.descriptor.name: each for each in self._list_segments()}

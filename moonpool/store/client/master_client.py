@@ -108,6 +108,11 @@ class MasterClient:
                 return
             yield
 
+    @property
+    def connection(self) -> object:
+        """Another object after each connect. A master that was away may have lost what it was told last."""
+        return self._rpc.peer
+
     def counters(self) -> dict[str, int]:
         """master_outages: how often the master was found away; calls_refused: calls that failed at once meanwhile."""
         return {"master_outages": self._breaker.num_openings, "calls_refused": self._breaker.num_refused}

@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
-from moonpool.base.checksum import crc32c_of_array
+from moonpool.base.checksum import crc32c
 from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind, header_nbytes, pack_header
 from moonpool.store.client.cuts import gather
@@ -42,8 +40,7 @@ OPAQUE_PIECE_NBYTES = 1024 * 1024
 _FIRST_BUNDLE_NBYTES = 1024 * 1024  # the first remote bundle is small, so that the network has work early
 _MAPPED_BATCH_NBYTES = 64 * 1024 * 1024
 _STEP_NBYTES = 256 * 1024  # checksum this much, then look whether the master has answered
-_OPAQUE, _BYTE = ObjectKind.OPAQUE, np.uint8  # looking an attribute up takes longer than using it
-_bytes_of = np.frombuffer
+_OPAQUE = ObjectKind.OPAQUE  # looking an attribute up takes longer than using it
 
 
 class PutBatches:
@@ -54,6 +51,10 @@ class PutBatches:
         self._small = SmallPuts(tools)
 
     def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
+        if len(puts) == 1:
+            stored = self._put_small(puts[0])
+            if stored is not None:
+                return [*stored]
         outcomes: list[MoonpoolError | None] = [None] * len(puts)
         pieces: list[list[memoryview]] = []
         sizes: list[int] = []
@@ -65,10 +66,6 @@ class PutBatches:
             pieces.append(parts)
             data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
             sizes.append(header_nbytes(len(put.key), len(parts)) + data_nbytes)
-        if len(puts) == 1 and outcomes[0] is None:
-            stored = self._small.put(puts[0], pieces[0], sizes[0])
-            if stored is not None:
-                return [*stored]
         wanted = [position for position, error in enumerate(outcomes) if error is None]
         bundles = [
             _Bundle(
@@ -85,6 +82,15 @@ class PutBatches:
             for position, outcome in zip(each.positions, done, strict=True):
                 outcomes[position] = outcome
         return outcomes
+
+    def _put_small(self, put: Put) -> tuple[MoonpoolError | None] | None:
+        """SmallPuts.put(); None also for a put that is wrong."""
+        try:
+            parts = _pieces_of(put)
+        except MoonpoolError:
+            return None
+        nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
+        return self._small.put(put, parts, header_nbytes(len(put.key), len(parts)) + nbytes)
 
     def _max_nbytes(self) -> int:
         """Return the size of a bundle. Puts to mapped memory go in smaller ones: the client writes one while the master
@@ -149,7 +155,7 @@ class _Checksums:
 
 
 def _checksums(parts: list[memoryview]) -> list[int]:
-    return [crc32c_of_array(_bytes_of(part, _BYTE)) for part in parts]
+    return [crc32c(part) for part in parts]
 
 
 class _BundleWriter:

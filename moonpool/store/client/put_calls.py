@@ -120,7 +120,7 @@ class PutCalls:
     ) -> None:
         self._master, self._directory, self._sessions, self._counters = master, directory, sessions, counters
         self._grants = Grants()
-        self.ahead = HeldSpace(master, sessions.session, directory.local_segment, config)
+        self.ahead = HeldSpace(master, sessions.session, directory.local_segment, directory.is_local_memory, config)
 
     def take_ahead(self, put: Put, nbytes: int) -> HeldPlace | None:
         """Return space for this put that was granted ahead; None: it is put in the ordinary way."""
@@ -134,7 +134,9 @@ class PutCalls:
         StaleGeneration if the place is lost; then the object can be put in the ordinary way.
         """
         identity = b"" if put.identity == NO_IDENTITY else put.identity
-        options = msgspec.structs.replace(put.options, identity=put.options.identity or identity)
+        options = put.options
+        if identity and not options.identity:
+            options = msgspec.structs.replace(options, identity=identity)
         call = m.PutAt(put.key, held.generation, nbytes, options, held.turn)
         try:
             try:

@@ -87,6 +87,11 @@ class ReadSession:
         return self._tools.directory.is_disk(self._placement)
 
     @property
+    def node(self) -> str:
+        """The node of the replica that is read; "" when its segment is gone."""
+        return self._tools.directory.node_of(self._placement)
+
+    @property
     def is_remote(self) -> bool:
         """Whether the replica that is read is on another machine."""
         return self._tools.directory.is_remote(self._placement)

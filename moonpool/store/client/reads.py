@@ -13,7 +13,7 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
-from moonpool.base.checksum import crc32c_of_array
+from moonpool.base.checksum import crc32c
 from moonpool.base.errors import (
     InvalidInput,
     MoonpoolError,
@@ -25,6 +25,7 @@ from moonpool.base.errors import (
 from moonpool.base.object_header import HeaderFields
 from moonpool.store import messages as m
 from moonpool.store.client.cuts import scatter
+from moonpool.store.client.exist_calls import ExistCalls
 from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.read_session import PieceReads, ReadSession
 from moonpool.store.client.read_tools import ReadTools
@@ -45,7 +46,6 @@ from moonpool.store.messages import ListedObject, ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
 BATCH_OBJECTS = 1000  # looked up and read in one round, so that leases do not expire
-LOCATED_KEYS = 64  # an exist of more keys asks for no places: it would take several times as long
 SMALL_NBYTES = 16 * 1024  # a slice copies these faster than an array
 _CANNOT_READ = (Unavailable, NotFound, Unauthorized)  # errors of a whole segment
 _BYTE = np.uint8
@@ -253,12 +253,12 @@ def _copier(memory: memoryview) -> CopyAndSum[memoryview]:
     array = _bytes_of(memory, _BYTE)
 
     def copy_and_sum(at: int, view: memoryview, found: int) -> int:
-        copied, end = _bytes_of(view, _BYTE), at + view.nbytes
+        end = at + view.nbytes
         if end - at <= SMALL_NBYTES:
             view[:] = memory[at:end]
         else:
-            copied[...] = array[at:end]
-        return crc32c_of_array(copied, found)
+            _bytes_of(view, _BYTE)[...] = array[at:end]
+        return crc32c(view, found)
 
     return copy_and_sum
 
@@ -279,29 +279,22 @@ def _copy(
 
 
 class ClientReads:
-    """All reads of one client. Thread-safe. `pieces` reads many objects piece by piece."""
+    """All reads of one client. Thread-safe. `pieces` reads objects piece by piece; `remembered` is where they were."""
 
     def __init__(self, master: MasterClient, tools: ReadTools, *, max_remembered: int = MAX_OBJECTS) -> None:
         self.tools, self.pieces = tools, PieceReads(tools)
         self._master = master
-        self._remembered = RememberedPlaces(master, tools.directory.is_memory, max_objects=max_remembered)
-        self._small = SmallReads(tools, self._remembered)
+        self.remembered = RememberedPlaces(master, tools.directory.is_memory, max_objects=max_remembered)
+        self._small = SmallReads(tools, self.remembered)
+        self._exists = ExistCalls(master, tools.directory, self.remembered)
 
     def close(self) -> None:
         """Report the last uses of remembered objects. Idempotent; an absent master is no error."""
-        self._remembered.close()
+        self.remembered.close()
 
     def exist(self, keys: list[bytes]) -> list[bool]:
-        """Return which objects exist, and lease them. Counts neither hits nor misses. Objects that are only on segments
-        that this client could not read are misses, until the segments can be read again.
-        """
-        without = self.tools.directory.unreadable.listed
-        if without or len(keys) > LOCATED_KEYS or not self._remembered.max_objects:
-            return self._master.call(m.Exist(keys=keys, without=without))
-        asked_s = self._remembered.now_s()
-        infos = self._master.call(m.Locate(keys=keys))
-        self._remembered.add(infos, asked_s)
-        return [info is not None for info in infos]
+        """ExistCalls.exist()."""
+        return self._exists.exist(keys)
 
     def find(self, keys: list[bytes]) -> list[ObjectInfo | None]:
         """Return where the objects are, leased, without counting hits and misses."""
@@ -327,8 +320,11 @@ class ClientReads:
 
     def read(self, keys: Sequence[bytes], targets: Sequence[Targets], identity: bytes | None) -> list[Got]:
         """Read whole objects into their targets or into new bytes."""
-        if len(keys) == 1:
-            got = self._small.read(keys[0], targets[0], identity)
+        if len(keys) == 1 and (targets[0] is None or len(targets[0]) == 1):
+            view = None if targets[0] is None else targets[0][0]
+            got = self._small.read(keys[0], view, identity)
+            if got is None and self._exists.bring_places(keys[0]):
+                got = self._small.read(keys[0], view, identity)
             if got is not None:
                 return [got]
         known = self._read_remembered(keys, targets, identity)
@@ -337,13 +333,17 @@ class ClientReads:
         for start in range(0, len(unknown), BATCH_OBJECTS):
             some = unknown[start : start + BATCH_OBJECTS]
             wanted, into = [keys[position] for position in some], [targets[position] for position in some]
-            asked_s = self._remembered.now_s()
+            asked_s = self.remembered.now_s()
             infos = self._master.call(m.Lookup(keys=wanted))
-            self._remembered.add(infos, asked_s)
+            self.remembered.add(infos, asked_s)
             outcomes = BatchRead(wanted, infos, into, identity, tools=self.tools, recovery=recovery).run()
             for position, each in zip(some, outcomes, strict=True):
                 known[position] = each
         return cast("list[Got]", known)
+
+    def read_remembered(self, key: bytes, into: memoryview) -> int | None:
+        """Read a small value whose place is remembered into memory of bytes. None: read() has to read it."""
+        return cast("int | None", self._small.read(key, into, None))
 
     def _read_remembered(
         self, keys: Sequence[bytes], targets: Sequence[Targets], identity: bytes | None
@@ -351,7 +351,7 @@ class ClientReads:
         """Read the objects whose places are remembered. None where nothing is, or the object may have left its place:
         then it is not remembered any more.
         """
-        remembered = self._remembered
+        remembered = self.remembered
         infos = remembered.find(keys, remembered.now_s())
         known = [position for position, info in enumerate(infos) if info is not None]
         result: list[Got | None] = [None] * len(keys)

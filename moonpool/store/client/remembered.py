@@ -48,13 +48,11 @@ class RememberedPlaces:
         self._is_memory = is_memory
         self.max_objects = max_objects
         self._clock: Clock = clock or BootClock()
+        self.now_s = self._clock.now_s
         self._lock = threading.Lock()
         self._objects: dict[bytes, _Remembered] = {}  # oldest first
         self._uses: dict[bytes, ObjectInfo] = {}  # not reported yet
         self._report_at_s = 0.0  # when there are uses
-
-    def now_s(self) -> float:
-        return self._clock.now_s()
 
     def add(self, infos: Iterable[ObjectInfo | None], asked_s: float) -> None:
         """Remember what a look-up found that was sent at `asked_s`."""
@@ -96,6 +94,16 @@ class RememberedPlaces:
     def forget(self, key: bytes) -> None:
         with self._lock:
             self._objects.pop(key, None)
+
+    def used_one(self, info: ObjectInfo, now_s: float) -> None:
+        """used() of one read, at this time."""
+        with self._lock:
+            uses = self._uses
+            if uses:
+                uses[info.key] = info
+                if len(uses) < _REPORTED_USES and now_s < self._report_at_s:
+                    return
+        self.used((info,))
 
     def used(self, infos: Iterable[ObjectInfo]) -> None:
         """Count these reads, and report them when there are many, or when the first is some time ago."""

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from moonpool.base.checksum import crc32c_of_array
+from moonpool.base.checksum import crc32c
 from moonpool.base.errors import MoonpoolError, StaleGeneration, Unauthorized, Unavailable
 from moonpool.base.object_header import pack_header
 from moonpool.store.client.ahead import HeldPlace
 from moonpool.store.client.put_request import Put
 from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
 from moonpool.transfer.transports.mapped import MappedRemote
-
-_BYTE = np.uint8  # looking an attribute up takes longer than using it
-_bytes_of = np.frombuffer
 
 
 class SmallPuts:
@@ -59,7 +54,7 @@ class SmallPuts:
             put.key,
             held.generation,
             [part.nbytes for part in parts],
-            [crc32c_of_array(_bytes_of(part, _BYTE)) for part in parts],
+            [crc32c(part) for part in parts],
             kind=put.kind,
             identity=put.identity,
             valid_tokens=put.valid_tokens,

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from moonpool.base.checksum import runs_beside_others
 from moonpool.base.errors import MoonpoolError
 from moonpool.transfer import TransferEngine
 
@@ -112,7 +111,7 @@ def _wait_for(moving: _Moving[T]) -> FinishedBundle[T]:
 
 def is_large(nbytes: int, num_items: int) -> bool:
     """Return whether a second thread makes copying these items faster."""
-    return num_items > 1 and nbytes >= max(MIN_PARALLEL_NBYTES, _MIN_ITEM_NBYTES * num_items) and runs_beside_others()
+    return num_items > 1 and nbytes >= max(MIN_PARALLEL_NBYTES, _MIN_ITEM_NBYTES * num_items)
 
 
 def for_each(engine: TransferEngine, items: Sequence[T], nbytes: int, work: Callable[[T], None]) -> None:

@@ -3,7 +3,8 @@
 A reader uses an object's bytes only after these checks, in this order:
 
 1. check_header(): the header in front of the bytes has the right checksum; it states the key, the identity and the
-   generation that the reader asked for, and pieces that fill the object's space exactly.
+   generation that the reader asked for, and pieces that fill the object's space exactly. For small objects
+   read_plain() of object_header.py makes the same checks of headers of the usual kind.
 2. are_right() or are_whole(): every piece, as it lies in the reader's own memory, has the checksum that the header
    states.
 3. has_generation() or is_unchanged(), after the last byte was read: the header still stands there, so the space was
@@ -18,9 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
-from moonpool.base.checksum import crc32c_of_array
+from moonpool.base.checksum import crc32c
 from moonpool.base.errors import Corrupt
 from moonpool.base.object_header import (
     GENERATION,
@@ -34,8 +33,6 @@ from moonpool.store.messages import ObjectInfo, Placement
 
 PREFIX_NBYTES = 64  # enough of the header to see whose it is: magic to identity
 
-_BYTE = np.uint8
-_bytes_of = np.frombuffer
 _generation_at = GENERATION.unpack_from
 
 
@@ -70,7 +67,7 @@ def check_header(
 
 def sum_arrived(_at: int, view: memoryview, found: int) -> int:
     """CopyAndSum for bytes that are in the reader's memory already."""
-    return crc32c_of_array(_bytes_of(view, _BYTE), found)
+    return crc32c(view, found)
 
 
 def are_right(header: HeaderFields, pieces: Iterable[Sequence[M]], copy_and_sum: CopyAndSum[M], at: int = 0) -> bool:
@@ -90,14 +87,13 @@ def are_right(header: HeaderFields, pieces: Iterable[Sequence[M]], copy_and_sum:
 
 def are_whole(header: HeaderFields, data: bytes | memoryview) -> bool:
     """are_right() for all pieces in one memory, one behind the other."""
-    array = _bytes_of(data, _BYTE)
     if not header.checksum_kind:
         return True
     if len(header.sizes) == 1:  # mostly
-        return crc32c_of_array(array) == header.checksums[0]
+        return crc32c(data) == header.checksums[0]
     at = 0
     for nbytes, checksum in zip(header.sizes, header.checksums, strict=True):
-        if crc32c_of_array(array[at : at + nbytes]) != checksum:
+        if crc32c(data[at : at + nbytes]) != checksum:
             return False
         at += nbytes
     return True

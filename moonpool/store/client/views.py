@@ -1,19 +1,16 @@
 """Read-only views of objects in mapped memory, without a copy.
 
-The master pins a viewed object for this process's session (session_client.py). The pin ends when the view is closed and
-no slice or array made from it is left, or when the client is closed; until then the bytes do not change. Objects on
+The master pins a viewed object for this process's session (session_client.py). The pin ends some time after the view is
+closed and no slice or array made from it is left, or when the client is closed; until then the bytes do not change. An
+object that is viewed again before that, and whose place is remembered (remembered.py), is viewed without a message: the
+pin holds its bytes, and the void mark tells whether they are still the value of the key. Objects on
 other machines or disks, and views beyond the client's limit, are private copies with the same interface. Bytes are
 verified when an allocation is viewed first; VerifiedCache remembers which allocations were.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import weakref
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from queue import Empty, SimpleQueue
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,13 +23,10 @@ from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.reads import ClientReads
 from moonpool.store.client.recovery import Recovery, copy_pieces, missing
 from moonpool.store.client.session_client import SessionClient
-from moonpool.store.client.verified_read import are_right, check_header, sum_arrived
+from moonpool.store.client.verified_read import are_right, check_header, may_be_remembered, sum_arrived
+from moonpool.store.client.view_ledger import HeldPin, VerifiedCache, ViewLedger
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
-
-_GATHER_S = 0.02  # views closed within this time are unpinned with one call
-_JOIN_TIMEOUT_S = 5.0
-_TRY_AGAIN_S = 1.0
 
 
 class ObjectView:
@@ -53,205 +47,6 @@ class ObjectView:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class VerifiedCache:
-    """The allocations whose bytes were verified, least recently used first out. Thread-safe."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._known: OrderedDict[Placement, None] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __contains__(self, place: Placement) -> bool:
-        with self._lock:
-            if place not in self._known:
-                return False
-            self._known.move_to_end(place)
-            return True
-
-    def add(self, place: Placement) -> None:
-        with self._lock:
-            self._known[place] = None
-            if len(self._known) > self._capacity:
-                self._known.popitem(last=False)
-
-
-class HeldPin:
-    """One pin of a key, held by the master for this process."""
-
-    __slots__ = ("is_over", "key", "session")
-
-    def __init__(self, key: bytes, session: int) -> None:
-        self.key, self.session = key, session
-        self.is_over = False
-
-
-class _Wakeup:
-    """Wakes the release thread although nothing was released."""
-
-
-_WAKEUP = _Wakeup()
-
-
-class _Anchor(weakref.ref["NDArray[Any]"]):
-    """A weak reference to the array over an object's bytes: dies with the last slice or array made from it."""
-
-    __slots__ = ("nbytes", "pin")
-
-    nbytes: int
-    pin: HeldPin
-
-
-class ViewLedger:
-    """The pins behind all views, and the thread that releases those no longer used. Thread-safe.
-
-    Of several pins of one key the master ends the oldest first, and they may pin different objects, because the key may
-    have been replaced in between. So a released pin waits for the older ones of its key.
-
-    When an answer about pins is lost, it is not known how many pins the master holds. Then their session is retired: it
-    gets no more views, and when its last view is released, `end_session` ends all its pins at once.
-    """
-
-    def __init__(
-        self,
-        max_nbytes: int,
-        unpin: Callable[[int, list[bytes]], None],
-        end_session: Callable[[int], None],
-    ) -> None:
-        self._max_nbytes = max_nbytes
-        self._unpin, self._end_session = unpin, end_session
-        self._lock = threading.Lock()
-        self._nbytes = 0
-        self._anchors: dict[int, _Anchor] = {}
-        self._pins: dict[tuple[int, bytes], deque[HeldPin]] = {}  # by session and key, oldest first
-        self._num_pins: Counter[int] = Counter()  # by session
-        self._retired: set[int] = set()
-        self.pinning = threading.Lock()  # held from the look-up to add_pins(): pins are added in the master's order
-        # The garbage collector calls put() anywhere, even within another put(): only SimpleQueue allows that.
-        self._released: SimpleQueue[_Anchor | HeldPin | _Wakeup | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in view now."""
-        return self._nbytes
-
-    def reserve(self, nbytes: int) -> bool:
-        """Reserve room for a view. Return False when the limit is reached."""
-        with self._lock:
-            if self._closing.is_set() or self._nbytes + nbytes > self._max_nbytes:
-                return False
-            self._nbytes += nbytes
-            return True
-
-    def add_pins(self, keys: Sequence[bytes], session: int) -> list[HeldPin]:
-        """Add pins that the master has just made."""
-        pins = [HeldPin(key, session) for key in keys]
-        with self._lock:
-            for pin in pins:
-                self._pins.setdefault((session, pin.key), deque()).append(pin)
-            self._num_pins[session] += len(pins)
-        return pins
-
-    def retire(self, session: int) -> None:
-        """Retire a session after an answer about its pins was lost. No look-up pins for it any more. Idempotent."""
-        with self._lock:
-            self._retired.add(session)
-        self._released.put(_WAKEUP)
-        self._start_thread()
-
-    def keep(self, pin: HeldPin, array: NDArray[Any]) -> None:
-        """Hold the pin and its reserved room until nothing made from the array is left."""
-        anchor = _Anchor(array, self._released.put)
-        anchor.pin, anchor.nbytes = pin, array.nbytes
-        self._anchors[id(anchor)] = anchor
-        self._start_thread()
-
-    def give_back(self, nbytes: int) -> None:
-        """Give back room that was reserved and not used."""
-        with self._lock:
-            self._nbytes -= nbytes
-
-    def drop(self, pin: HeldPin) -> None:
-        """Release a pin that is not needed."""
-        self._released.put(pin)
-        self._start_thread()
-
-    def close(self) -> None:
-        """Idempotent. Does not wait for open views."""
-        with self._lock:
-            self._closing.set()
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._released.put(None)
-            thread.join(_JOIN_TIMEOUT_S)
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None and not self._closing.is_set():
-                    self._thread = threading.Thread(target=self._release_loop, name="store-views", daemon=True)
-                    self._thread.start()
-
-    def _release_loop(self) -> None:
-        is_open = True
-        while is_open:
-            released = self._wait_for_released()
-            is_open = None not in released
-            over: dict[int, list[bytes]] = {}
-            for each in released:
-                if isinstance(each, _Anchor | HeldPin):
-                    session, keys = self._forget(each)
-                    over.setdefault(session, []).extend(keys)
-            for session, keys in over.items():
-                # A repeated call could end the pin of another view, so it is sent once.
-                with contextlib.suppress(MoonpoolError):
-                    if keys and session not in self._retired:
-                        self._unpin(session, keys)
-            self._end_retired()
-
-    def _end_retired(self) -> None:
-        with self.pinning:  # a running look-up for such a session has added its pins then
-            over = [session for session in self._retired if not self._num_pins[session]]
-        for session in over:
-            try:
-                self._end_session(session)
-            except MoonpoolError:
-                if not self._closing.wait(_TRY_AGAIN_S):  # else the session ends with the client
-                    self._released.put(_WAKEUP)
-            else:
-                self._retired.discard(session)
-                del self._num_pins[session]
-
-    def _wait_for_released(self) -> list[_Anchor | HeldPin | _Wakeup | None]:
-        """Wait for a release; return it with all others of the next moment."""
-        released = [self._released.get()]
-        self._closing.wait(_GATHER_S)
-        with contextlib.suppress(Empty):
-            while True:
-                released.append(self._released.get_nowait())
-        return released
-
-    def _forget(self, released: _Anchor | HeldPin) -> tuple[int, list[bytes]]:
-        """Remove the pin. Return its session, and its key as many times as the master is to end a pin of it now."""
-        pin = released
-        if isinstance(pin, _Anchor):
-            del self._anchors[id(pin)]
-            pin = pin.pin
-        with self._lock:
-            self._nbytes -= released.nbytes if isinstance(released, _Anchor) else 0
-            pin.is_over = True
-            pins = self._pins[pin.session, pin.key]
-            num_over = 0
-            while pins and pins[0].is_over:
-                pins.popleft()
-                num_over += 1
-            if not pins:
-                del self._pins[pin.session, pin.key]
-            self._num_pins[pin.session] -= num_over
-        return pin.session, [pin.key] * num_over
 
 
 class ClientViews:
@@ -280,21 +75,53 @@ class ClientViews:
 
     def view(self, keys: list[bytes], identity: bytes | None, always_verify: bool) -> list[ObjectView | MoonpoolError]:
         """Return views of objects in this machine's memory, which are pinned, and of copies of the others."""
+        views: list[ObjectView | MoonpoolError | None] = [
+            self._view_again(key, identity, always_verify) for key in keys
+        ]
+        unknown = [position for position, view in enumerate(views) if view is None]
+        asked = self._ask_and_view([keys[each] for each in unknown], identity, always_verify) if unknown else []
+        for position, view in zip(unknown, asked, strict=True):
+            views[position] = view
+        found = [view for view in views if view is not None]
+        in_place = [each.nbytes for each in found if isinstance(each, ObjectView) and not each.is_copy]
+        self._counters.add("bytes_viewed", sum(in_place))
+        return found
+
+    def _ask_and_view(
+        self, keys: list[bytes], identity: bytes | None, always_verify: bool
+    ) -> Iterator[ObjectView | MoonpoolError]:
         infos, pins = self._pinning_lookup(keys)
         recovery = self._reads.recovery(identity)
-        views: list[ObjectView | MoonpoolError] = []
         for key, info in zip(keys, infos, strict=True):
             if info is None:
-                views.append(missing(key))
+                yield missing(key)
                 continue
             pin = next(pins, None)
             view = None if pin is None else self._view_in_place(info, pin, identity, always_verify)
-            views.append(view or self._view_copy(info, recovery))
             if pin is not None and view is None:
                 self._ledger.drop(pin)
-        in_place = [each.nbytes for each in views if isinstance(each, ObjectView) and not each.is_copy]
-        self._counters.add("bytes_viewed", sum(in_place))
-        return views
+            yield view or self._view_copy(info, recovery)
+
+    def _view_again(self, key: bytes, identity: bytes | None, always_verify: bool) -> ObjectView | None:
+        """Return a view of an object that is still pinned from an earlier view, and that its key still has; None: ask
+        the master.
+        """
+        pin = self._ledger.take_spare(key)
+        if pin is None:
+            return None
+        remembered = self._reads.remembered
+        info, view = remembered.find_one(key, remembered.now_s()), None
+        is_held = pin.connection is self._master.connection  # else a master that lost power may have lost the pin
+        if is_held and info is not None and set(info.replicas) <= set(pin.info.replicas):
+            view = self._view_in_place(info, pin, identity, always_verify, is_remembered=True)
+            if view is not None and remembered.is_valid(info, remembered.now_s()):
+                self._counters.add_lookup(1, 0)
+                remembered.used((info,))
+                return view
+        if view is None:  # else the view, which came too late, releases the pin as it goes
+            self._ledger.drop(pin)
+        remembered.forget(key)
+        return None
 
     def _pinning_lookup(self, keys: list[bytes]) -> tuple[list[ObjectInfo | None], Iterator[HeldPin]]:
         """Look the objects up and pin them. Return them with their pins; no pins if no node of this machine would
@@ -303,9 +130,11 @@ class ClientViews:
         with self._ledger.pinning:
             session = self._sessions.session()
             if session:
+                asked_s = self._reads.remembered.now_s()
                 session, infos = self._lookup_for(session, keys)
-                found = [info.key for info in self._reads.counted(infos) if info is not None]
-                return infos, iter(self._ledger.add_pins(found, session) if session else ())
+                self._reads.remembered.add(infos, asked_s)
+                found = [info for info in self._reads.counted(infos) if info is not None]
+                return infos, iter(self._ledger.add_pins(found, session, self._master.connection) if session else ())
         return self._reads.lookup(keys), iter(())
 
     def _lookup_for(self, session: int, keys: list[bytes]) -> tuple[int, list[ObjectInfo | None]]:
@@ -329,17 +158,23 @@ class ClientViews:
         self._ledger.retire(session)
 
     def _view_in_place(
-        self, info: ObjectInfo, pin: HeldPin, identity: bytes | None, always_verify: bool
+        self,
+        info: ObjectInfo,
+        pin: HeldPin,
+        identity: bytes | None,
+        always_verify: bool,
+        *,
+        is_remembered: bool = False,
     ) -> ObjectView | None:
         """Return a view of a replica on this machine; None when no replica can be viewed. A copy then raises what is
-        wrong, if anything is.
+        wrong, if anything is. With `is_remembered` a replica that has left the object is not viewed.
         """
         for place in self._directory.best_first(info.replicas):
             try:
                 segment = self._directory.info(place)
                 if self._sessions.is_registered_at(segment):
                     remote = self._directory.open_segment(segment)
-                    return self._view_replica(info, pin, place, remote, identity, always_verify)
+                    return self._view_replica(info, pin, place, remote, identity, always_verify, is_remembered)
             except MoonpoolError:
                 continue
         return None
@@ -352,15 +187,18 @@ class ClientViews:
         remote: RemoteSegment,
         identity: bytes | None,
         always_verify: bool,
+        is_remembered: bool,
     ) -> ObjectView | None:
-        """Return a view of the replica; None when its bytes are not right, it is not mapped here or the limit is
-        reached. Raise what check_header() raises.
+        """Return a view of the replica; None when its bytes are not right, it has left the object, is not mapped here,
+        or the limit is reached. Raise what check_header() raises.
         """
         start = place.offset
         memory = remote.view(0, remote.nbytes)
         if memory is None:
             return None
         header = check_header(memory, start, info, place, identity)
+        if is_remembered and not may_be_remembered(memory, start, header):
+            return None
         if not self._ledger.reserve(info.nbytes - header.nbytes):
             return None
         array = np.frombuffer(memory[start + header.nbytes : start + info.nbytes], np.uint8)

@@ -135,6 +135,15 @@ class Locate(Call[list[ObjectInfo | None]]):
     keys: list[bytes]
 
 
+class Promote(Call[int]):
+    """The caller will read these objects soon, though not now: copy those that are only on SSD to memory, in this
+    order, and lease all. Return how many copies were ordered: copies that were asked for and have not ended take a
+    bounded part of the pool's memory, and what exceeds it stays on SSD. Counts no use.
+    """
+
+    keys: list[bytes]
+
+
 class RenewLeases(Call[RenewedLeases]):
     """The caller has read these objects where it remembered them to be: in memory, with these generations. Count these
     uses, and lease the objects that are still there.

@@ -86,7 +86,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
 
 
 MAX_AHEAD = 64  # places in one GrantAhead
-MAX_AHEAD_NBYTES = 256 * 1024 + GRANULE_NBYTES  # a larger object takes longer to write than a call
+MAX_AHEAD_NBYTES = 4 * 1024 * 1024 + GRANULE_NBYTES  # writing a larger object takes longer than several calls
 
 
 def ahead_key(generation: int) -> bytes:
@@ -157,7 +157,8 @@ class EventBatch(msgspec.Struct, frozen=True):
 
     `sequence` grows by one per batch. A batch with `snapshot` set replaces all that the listener knew: the stored keys
     follow in `stored`, in several batches with the same sequence, then the changes. `tiers` lists the stored keys that
-    are not in DRAM alone, and keys whose tiers changed.
+    are not in DRAM alone, and keys whose tiers changed. `nodes` says where the stored keys are, in their order: (node,
+    number of keys) for each run of keys whose first replica in memory is on one node, "" for keys without one.
     """
 
     sequence: int
@@ -166,6 +167,7 @@ class EventBatch(msgspec.Struct, frozen=True):
     removed: tuple[bytes, ...] = ()
     moved: tuple[bytes, ...] = ()
     tiers: tuple[tuple[bytes, Tier], ...] = ()
+    nodes: tuple[tuple[str, int], ...] = ()
 
 
 class SegmentStats(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ import logging
 import mmap
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 from moonpool.base.units import format_nbytes
@@ -75,8 +76,13 @@ def populate(memory: memoryview) -> bool:
     """Map in the pages of a part of a mapping that begins on a page. Return whether the kernel did. Other threads run
     meanwhile, as they do not during mmap.madvise().
     """
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    return bool(madvise(ctypes.c_void_p(address_of(memory)), ctypes.c_size_t(memory.nbytes), _MADV_POPULATE_WRITE) == 0)
+    address, nbytes = ctypes.c_void_p(address_of(memory)), ctypes.c_size_t(memory.nbytes)
+    return bool(_libc().madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def wants_advice(setting: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, MoonpoolError, PeerLost
 from moonpool.transfer.memory.buffers import Buffer, DeviceSpan, as_bytes_view, copy_bytes, total_nbytes
 from moonpool.transfer.memory.fence import merge_spans
+from moonpool.transfer.memory.population import populate
 from moonpool.transfer.memory.segment import Borrowed
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds, place_items
 from moonpool.transfer.transports.cuda.copy import mover_of
@@ -23,6 +26,7 @@ _VIEW_TIMEOUT_S = 2.0
 _MADV_POPULATE_WRITE = 23  # Python 3.11 and 3.12 do not name it
 # A small write maps in so much around it: objects that are put together lie together.
 _CHUNK_NBYTES = 256 * 1024
+_LEAST_AHEAD_CHUNKS, _AHEAD_CHUNKS = 4, 256  # fewest and most that are mapped in ahead
 
 
 class CopyGuard(Protocol):
@@ -211,6 +215,9 @@ class Prefault:
     The first write to a page of shared memory costs a fault in every process that maps it, ten times what copying the
     page costs. Only speed depends on this: kernels before 5.14 do not have the call.
 
+    Space is given out from the lowest place on, so a writer mostly goes on behind what it has written. A thread maps
+    that in meanwhile, as much as is mapped in already, up to _AHEAD_CHUNKS; it ends when it is done.
+
     For one mapping, of which `memory` is a part from its start on. Threads may race: a page may be mapped in twice.
     A Prefault does not keep the mapping alive.
     """
@@ -219,6 +226,8 @@ class Prefault:
         self._of = weakref.ref(memory)
         self._can = isinstance(memory.obj, mmap.mmap)
         self._done = bytearray(-(-memory.nbytes // _CHUNK_NBYTES))
+        self._ahead_from = self._ahead_end = -1  # a write that ends in between starts the thread again
+        self._helper: threading.Thread | None = None
 
     def is_of(self, memory: memoryview) -> bool:
         return self._of() is memory
@@ -230,6 +239,30 @@ class Prefault:
             last = self._done.rfind(0, first, end) + 1
             self._done[missing:last] = b"\1" * (last - missing)
             self._map_in(memory, missing * _CHUNK_NBYTES, last * _CHUNK_NBYTES)
+            self._start_ahead(last)
+        elif self._ahead_from <= end <= self._ahead_end:
+            self._start_ahead(self._ahead_end)
+
+    def _start_ahead(self, start: int) -> None:
+        """Map in what follows chunk `start`, unless the thread runs or little was written so far."""
+        num_chunks = min(self._done.count(1), _AHEAD_CHUNKS, len(self._done) - start)
+        is_busy = self._helper is not None and self._helper.is_alive()
+        if num_chunks < _LEAST_AHEAD_CHUNKS or is_busy or not self._can:
+            return
+        self._ahead_from, self._ahead_end = start + num_chunks // 2, start + num_chunks
+        self._helper = threading.Thread(target=self._map_ahead, args=(start,), name="prefault", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            self._helper.start()
+
+    def _map_ahead(self, start: int) -> None:
+        for at in range(start, self._ahead_end):
+            memory = self._of()
+            if memory is None:
+                return
+            part = memory[at * _CHUNK_NBYTES : (at + 1) * _CHUNK_NBYTES]
+            if not self._done[at] and populate(part):
+                self._done[at] = 1
+            del memory, part
 
     def _map_in(self, memory: memoryview, start: int, end: int) -> None:
         mapped = memory.obj

@@ -169,6 +169,20 @@ def send_all(sock: socket.socket, views: Sequence[bytes | memoryview], deadline:
         rest = after(rest, count)
 
 
+def send_message(sock: socket.socket, data: bytes, timeout_s: float) -> None:
+    """send_all() of one small message. Mostly the kernel takes it at once: then no timer is looked at."""
+    rest: bytes | memoryview = data
+    if type(sock) is TimedSocket:
+        try:
+            count = sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            count = 0
+        if count == len(data):
+            return
+        rest = memoryview(data)[count:]
+    send_all(sock, [rest], Deadline(timeout_s))
+
+
 def receive_with_fds(sock: socket.socket, nbytes: int, deadline: Deadline) -> tuple[bytes, list[int]]:
     """The next `nbytes` and the descriptors sent with them (at most one is taken); the caller closes those."""
     _limit(sock, socket.SO_RCVTIMEO, deadline)

@@ -33,8 +33,8 @@ _BUGS = (Internal, ProtocolError, AssertionError)
 class _View:
     """A view that is held: its bytes stay what they are."""
 
-    def __init__(self, view: ObjectView, data: bytes, began_s: float, until_s: float) -> None:
-        self.view, self.data, self.began_s, self.until_s = view, data, began_s, until_s
+    def __init__(self, view: ObjectView, data: bytes, began_s: float, viewed_s: float, until_s: float) -> None:
+        self.view, self.data, self.began_s, self.viewed_s, self.until_s = view, data, began_s, viewed_s, until_s
 
 
 class Program:
@@ -52,6 +52,7 @@ class Program:
             (24, self._get),
             (5, self._get_into),
             (9, self._view),
+            (4, self._view_again_and_again),
             (6, self._close_views),
             (5, self._exist),
             (7, self._remove),
@@ -214,7 +215,22 @@ class Program:
             data = b"".join(bytes(piece) for piece in view.pieces)
             if not self._world.flips:
                 self._got(key, data, began_s)
-            self._views.append(_View(view, data, began_s, self._world.scheduler.now_s + self._rng.expovariate(0.2)))
+            now_s = self._world.scheduler.now_s
+            self._views.append(_View(view, data, began_s, now_s, now_s + self._rng.expovariate(0.2)))
+
+    def _view_again_and_again(self) -> None:
+        """One key, while others change it: after the first time mostly without a message."""
+        key = self._rng.choice(self._keys)
+        for _ in range(self._rng.randint(2, 5)):
+            began_s = self._world.scheduler.now_s
+            (view,) = self.client.view_many([key])
+            if isinstance(view, MoonpoolError):
+                self._failed(key, view, began_s)
+            else:
+                if not self._world.flips:
+                    self._got(key, b"".join(bytes(piece) for piece in view.pieces), began_s)
+                view.close()
+            self._world.scheduler.sleep(self._rng.expovariate(5.0))
 
     def _close_views(self, everything: bool = False) -> None:
         now_s = self._world.scheduler.now_s
@@ -222,7 +238,7 @@ class Program:
         self._views = [each for each in self._views if each not in over]
         for each in over:
             data = b"".join(bytes(piece) for piece in each.view.pieces)
-            is_forgotten = self._world.history.may_be_forgotten(each.began_s)
+            is_forgotten = self._world.history.may_be_forgotten(each.began_s, each.viewed_s)
             if data != each.data and not self._world.flips and not is_forgotten:
                 self._world.violated(f"a view of {each.view.key!r} changed while it was held by {self._member.name}")
             each.view.close()

@@ -13,6 +13,8 @@ from typing import Any
 
 from moonpool.master.state.changes import RemovalReason
 
+SPARE_S = 2.0  # of view_ledger.py: so that keys are often viewed again before that
+
 NEVER_S = float("inf")
 _EVICTED = (RemovalReason.EVICTED_WATERMARK, RemovalReason.EVICTED_FOR_PUT, RemovalReason.SSD_EVICTED)
 # The last one: a node that lost power finds the part of its log damaged that was not on disk yet.
@@ -127,9 +129,9 @@ class History:
         """Bits were flipped; or a master lost power and believes in objects that were overwritten since."""
         return bool(self.num_flips or self.lost_times_s)
 
-    def may_be_forgotten(self, pinned_s: float) -> bool:
-        """A pin of that moment, by a master that lost power."""
-        return any(durable_s <= pinned_s <= lost_s for durable_s, lost_s in self.lost_times_s)
+    def may_be_forgotten(self, began_s: float, ended_s: float) -> bool:
+        """The pin of a view that was opened in this time, by a master that lost power. It may be an earlier view's."""
+        return any(durable_s <= ended_s and began_s <= lost_s + SPARE_S for durable_s, lost_s in self.lost_times_s)
 
     # what happened to the world
 

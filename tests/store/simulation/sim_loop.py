@@ -271,10 +271,11 @@ class SimQueue:
         self._items.append(item)
         self._filled.set()
 
-    def get(self) -> Any:
+    def get(self, timeout: float | None = None) -> Any:
         while not self._items:
             self._filled.clear()
-            self._filled.wait()
+            if not self._filled.wait(timeout):
+                raise Empty
         return self._items.popleft()
 
     def get_nowait(self) -> Any:

@@ -108,6 +108,10 @@ def _views_are_not_pinned() -> list[Change]:
     ]
 
 
+def _views_ignore_void_marks() -> list[Change]:
+    return [(moonpool.store.client.views, "may_be_remembered", lambda *_: True)]
+
+
 def _checksums_are_believed() -> list[Change]:
     modules = (moonpool.store.client.remote_read, moonpool.store.client.reads, moonpool.store.client.views)
 
@@ -177,6 +181,7 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "removed records are adopted": _removed_records_are_adopted,
     "the fence admits everybody": _the_fence_admits_everybody,
     "views are not pinned": _views_are_not_pinned,
+    "views ignore void marks": _views_ignore_void_marks,
     "pins of removed objects are not restored": _pins_of_removed_objects_are_not_restored,
     "checksums are believed": _checksums_are_believed,
     "damage is not quarantined": _damage_is_not_quarantined,

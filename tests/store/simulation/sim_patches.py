@@ -45,7 +45,7 @@ import moonpool.store.client.reads
 import moonpool.store.client.remembered
 import moonpool.store.client.session_client
 import moonpool.store.client.small_read
-import moonpool.store.client.views
+import moonpool.store.client.view_ledger
 import moonpool.store.store
 import moonpool.transfer.disk.disk
 import moonpool.transfer.disk.handle
@@ -54,6 +54,7 @@ from moonpool.base.errors import DeadlineExceeded, PeerLost
 from moonpool.store.messages import SESSIONS_ALONE
 
 from .sim_disk import SimFcntl
+from .sim_history import SPARE_S
 from .sim_loop import SimEvent, SimLock, SimPool, SimQueue
 from .sim_memory import SimEngine, SimFolder
 from .sim_net import SimSocketModule
@@ -227,10 +228,11 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 moonpool.store.client.directory,
                 moonpool.store.client.ahead,
                 moonpool.store.client.remembered,
-                moonpool.store.client.views,
+                moonpool.store.client.view_ledger,
             )
         ],
-        (moonpool.store.client.views, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
+        (moonpool.store.client.view_ledger, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
+        (moonpool.store.client.view_ledger, "SPARE_S", SPARE_S),
         *[
             (module, "secrets", secrets)
             for module in (

@@ -40,8 +40,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import google_crc32c
-
+from moonpool.base.checksum import crc32c
 from moonpool.base.errors import InvalidInput, MoonpoolError, ProtocolError, from_wire
 from moonpool.base.frames import damaged
 from moonpool.transfer.memory.segment import MAX_NAME_NBYTES
@@ -63,7 +62,6 @@ RESPONSE_NBYTES = _RESPONSE.size + _CRC.size
 VERDICT_NBYTES = _VERDICT.size + _CRC.size
 _STARTED = _START.pack(MAGIC, VERSION)
 _U64 = 1 << 64
-_crc = google_crc32c.value
 
 
 class FrameOp(IntEnum):
@@ -115,7 +113,7 @@ class RequestHead(NamedTuple):
     def with_name(self, name: bytes | bytearray | memoryview) -> Request:
         """DamagedFrame when it is not the name that was sent, ProtocolError when that is not text."""
         raw = bytes(name)
-        if raw and _crc(raw) != self.checksum:
+        if raw and crc32c(raw) != self.checksum:
             raise damaged("the name in a request")
         try:
             text = raw.decode()
@@ -153,7 +151,7 @@ class RequestPacker:
         self._text = name.encode()
         if not 0 < len(self._text) <= MAX_NAME_NBYTES:
             raise InvalidInput(f"a segment's name has 1 to {MAX_NAME_NBYTES} bytes, not {len(self._text)}")
-        self._name_crc = _crc(self._text)
+        self._name_crc = crc32c(self._text)
         self._incarnation = incarnation
 
     def pack(self, op: FrameOp, request_id: int, offset: int, nbytes: int, generation: int) -> bytes:
@@ -167,14 +165,14 @@ class RequestPacker:
             )
         except struct.error as error:
             raise InvalidInput(f"the request does not fit the frame: {error}") from error
-        return head + _CRC.pack(_crc(head)) + text
+        return head + _CRC.pack(crc32c(head)) + text
 
 
 def pack_ask(request_id: int, body: bytes) -> bytes:
     """A whole request. InvalidInput when the call is too large."""
     if len(body) > MAX_ASK_NBYTES:
         raise InvalidInput(f"a call has at most {MAX_ASK_NBYTES} bytes, not {len(body)}")
-    return _sealed(_REQUEST.pack(MAGIC, VERSION, FrameOp.ASK, 0, request_id, 0, 0, len(body), 0, _crc(body))) + body
+    return _sealed(_REQUEST.pack(MAGIC, VERSION, FrameOp.ASK, 0, request_id, 0, 0, len(body), 0, crc32c(body))) + body
 
 
 def check_start(frame: bytes | bytearray | memoryview) -> None:
@@ -223,7 +221,7 @@ class RequestReader:
         if (
             name_nbytes != len(self._name)
             or checksum != self._name_crc
-            or _crc(raw[: _REQUEST.size]) != _CRC.unpack_from(raw, _REQUEST.size)[0]
+            or crc32c(raw[: _REQUEST.size]) != _CRC.unpack_from(raw, _REQUEST.size)[0]
             or op not in _NAMED_OPS
             or nbytes > MAX_DATA_NBYTES
             or offset + nbytes >= _U64
@@ -241,18 +239,18 @@ class RequestReader:
 def pack_response(request_id: int, nbytes: int) -> bytes:
     """A success of a READ or WRITE; `nbytes` of data follow."""
     head = _RESPONSE.pack(MAGIC, VERSION, 0, 0, request_id, nbytes, 0)
-    return head + _CRC.pack(_crc(head))
+    return head + _CRC.pack(crc32c(head))
 
 
 def pack_answer(request_id: int, body: bytes) -> bytes:
     """The answer to an ASK, whole."""
-    return _sealed(_RESPONSE.pack(MAGIC, VERSION, 0, 0, request_id, len(body), _crc(body))) + body
+    return _sealed(_RESPONSE.pack(MAGIC, VERSION, 0, 0, request_id, len(body), crc32c(body))) + body
 
 
 def pack_refusal(request_id: int, error: MoonpoolError) -> bytes:
     """A failure, text included (cut to fit)."""
     text = f"{error.code} {error}".encode()[:MAX_ERROR_NBYTES]
-    return _sealed(_RESPONSE.pack(MAGIC, VERSION, FrameStatus.ERROR, 0, request_id, len(text), _crc(text))) + text
+    return _sealed(_RESPONSE.pack(MAGIC, VERSION, FrameStatus.ERROR, 0, request_id, len(text), crc32c(text))) + text
 
 
 def unpack_response(frame: bytes | bytearray | memoryview) -> Response:
@@ -276,7 +274,7 @@ def unpack_verdict(frame: bytes | bytearray | memoryview, request_id: int) -> Re
     """The verdict on that request's data; ProtocolError when it is none, DamagedFrame when it is damaged."""
     raw = bytes(frame)
     verdict, found_id = _VERDICT.unpack_from(raw)
-    if _crc(raw[: _VERDICT.size]) != _CRC.unpack_from(raw, _VERDICT.size)[0]:
+    if crc32c(raw[: _VERDICT.size]) != _CRC.unpack_from(raw, _VERDICT.size)[0]:
         raise damaged("the verdict on data")
     known = _VERDICTS.get(verdict)
     if known is None or found_id != request_id:
@@ -286,7 +284,7 @@ def unpack_verdict(frame: bytes | bytearray | memoryview, request_id: int) -> Re
 
 def check_body(body: bytes, checksum: int) -> bytes:
     """Return the call or answer, or text; DamagedFrame when it is not what was sent."""
-    if _crc(body) != checksum:
+    if crc32c(body) != checksum:
         raise damaged("a call or its answer")
     return body
 
@@ -299,7 +297,7 @@ def unpack_error(text: bytes | bytearray | memoryview) -> MoonpoolError:
 
 def _sealed(head: bytes) -> bytes:
     """The bytes and their checksum."""
-    return head + _CRC.pack(_crc(head))
+    return head + _CRC.pack(crc32c(head))
 
 
 def _opened(layout: struct.Struct, frame: bytes | bytearray | memoryview, what: str) -> tuple[Any, ...]:
@@ -310,6 +308,6 @@ def _opened(layout: struct.Struct, frame: bytes | bytearray | memoryview, what: 
     head = bytes(frame[:nbytes])
     if not head.startswith(_STARTED):
         check_start(head)
-    if _crc(head) != _CRC.unpack_from(frame, nbytes)[0]:
+    if crc32c(head) != _CRC.unpack_from(frame, nbytes)[0]:
         raise damaged(what)
     return layout.unpack(head)

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError, ProtocolError, StaleGeneration
 from moonpool.transfer.memory.buffers import cut
-from moonpool.transfer.transports.sockets import TimedSocket, after, receive_exactly, receive_first, send_all
+from moonpool.transfer.transports.sockets import (
+    TimedSocket,
+    after,
+    receive_exactly,
+    receive_first,
+    send_all,
+    send_message,
+)
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     VERDICT_NBYTES,
@@ -46,7 +53,7 @@ def read_one(
     """Fill the views, of `nbytes` in total, from `offset` on. `generation` is what the space must carry; 0: anything.
     Return the owner's refusal. Raise when the lane is of no more use; the views may be filled in part then.
     """
-    send_all(sock, [packer.pack(FrameOp.READ, _REQUEST_ID, offset, nbytes, generation)], deadline)
+    send_message(sock, packer.pack(FrameOp.READ, _REQUEST_ID, offset, nbytes, generation), deadline.remaining_s())
     frames = memoryview(bytearray(RESPONSE_NBYTES + VERDICT_NBYTES if generation else RESPONSE_NBYTES))
     head, verdict = frames[:RESPONSE_NBYTES], frames[RESPONSE_NBYTES:]
     room = [head, *views, verdict] if generation else [head, *views]

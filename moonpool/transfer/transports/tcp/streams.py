@@ -10,7 +10,14 @@ import socket
 
 from moonpool.base.clock import Deadline
 from moonpool.transfer.memory.buffers import total_nbytes
-from moonpool.transfer.transports.sockets import after, receive_ahead, receive_exactly, receive_some, send_all
+from moonpool.transfer.transports.sockets import (
+    after,
+    receive_ahead,
+    receive_exactly,
+    receive_some,
+    send_all,
+    send_message,
+)
 
 # Data moves in parts of this size. Each has the stall timeout to itself: a large request on a slow wire is no stall.
 PART_NBYTES = 4 * 1024 * 1024
@@ -122,7 +129,9 @@ class ResponseQueue:
 
     def flush(self) -> None:
         parts, self._parts, self._nbytes, self._has_data = self._parts, [], 0, False
-        if parts:
+        if len(parts) == 1 and type(parts[0]) is bytes:  # mostly a small answer
+            send_message(self._sock, parts[0], self._stall_timeout_s)
+        elif parts:
             send_all(self._sock, parts, Deadline(self._stall_timeout_s))
 
     def _add_data(self, data: memoryview) -> None:

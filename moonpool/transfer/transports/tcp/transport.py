@@ -291,8 +291,21 @@ class TcpRemote(RemoteSegment):
 
     def _one(self, op: FrameOp, order: PipelinedRequest, timeout_s: float) -> None:
         """Carry out one request. Raise the owner's refusal."""
-        for refusal in self._carry_out(op, [order], timeout_s).values():
+        refusal = self._refusal_of(op, order, timeout_s)
+        if refusal is not None:
             raise refusal
+
+    def _refusal_of(self, op: FrameOp, order: PipelinedRequest, timeout_s: float) -> MoonpoolError | None:
+        """Carry out one request. Return the owner's refusal."""
+        self._check_open()
+        with PeerErrors(self._pool, timeout_s), self._pool.lane(timeout_s) as sock:
+            deadline = Deadline(timeout_s)
+            if len(order.views) <= single.MAX_VIEWS and type(sock) is TimedSocket:
+                act = single.read_one if op is FrameOp.READ else single.write_one
+                return act(sock, self._packer, *order, deadline)
+            pipeline = Pipeline(sock, op, self._target, deadline)
+            pipeline.run([order])
+        return pipeline.refusals.get(0)
 
     def _exchange(self, op: FrameOp, orders: list[PipelinedRequest], timeout_s: float) -> None:
         """Carry out the requests. Raise the first refusal when all are answered."""
@@ -304,13 +317,11 @@ class TcpRemote(RemoteSegment):
         self._check_open()
         if not orders:
             return {}
+        if len(orders) == 1:
+            refusal = self._refusal_of(op, orders[0], timeout_s)
+            return {} if refusal is None else {0: refusal}
         with PeerErrors(self._pool, timeout_s), self._pool.lane(timeout_s) as sock:
-            deadline = Deadline(timeout_s)
-            if len(orders) == 1 and len(orders[0].views) <= single.MAX_VIEWS and type(sock) is TimedSocket:
-                act = single.read_one if op is FrameOp.READ else single.write_one
-                refusal = act(sock, self._packer, *orders[0], deadline)
-                return {} if refusal is None else {0: refusal}
-            pipeline = Pipeline(sock, op, self._target, deadline)
+            pipeline = Pipeline(sock, op, self._target, Deadline(timeout_s))
             pipeline.run(orders)
         return pipeline.refusals
 

@@ -1,0 +1,108 @@
+"""An object that was viewed a moment ago is viewed again without a message, as long as its key has that value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facade_pool import FacadePool, facade_pool
+from store_pool import MIB, wait_until
+
+from moonpool.base.errors import NotFound
+from moonpool.store import Store
+from moonpool.store.client import view_ledger
+
+VALUE = bytes(range(256)) * 64
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[FacadePool]:
+    yield from facade_pool(tmp_path, dram_nbytes=16 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def spare_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_ledger, "SPARE_S", 4.0)  # longer than a step of these tests takes on a busy machine
+
+
+class ViewingStore:
+    """A Store that counts the look-ups of its views."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.num_lookups = store, 0
+        original = store.master.call_noting_repeats
+
+        def call(call: Any, meanwhile: Any = None) -> Any:
+            self.num_lookups += type(call).__name__ == "Lookup"
+            return original(call, meanwhile)
+
+        monkeypatch.setattr(store.master, "call_noting_repeats", call)
+
+    def look(self, key: str) -> bytes:
+        with self.store.view(key) as view:
+            assert not view.is_copy
+            return bytes(view.pieces[0])
+
+
+@pytest.fixture
+def viewer(pool: FacadePool, monkeypatch: pytest.MonkeyPatch) -> ViewingStore:
+    pool.store().put("k", VALUE)
+    return ViewingStore(pool.store(), monkeypatch)
+
+
+def test_the_second_view_asks_nobody_and_counts_as_a_hit(viewer: ViewingStore) -> None:
+    assert [viewer.look("k") for _ in range(20)] == [VALUE] * 20
+    assert viewer.num_lookups == 1
+    assert viewer.store.counters()["hits"] == 20
+
+
+def test_two_views_at_once_have_a_pin_each(viewer: ViewingStore) -> None:
+    with viewer.store.view("k") as one, viewer.store.view("k") as other:
+        assert bytes(one.pieces[0]) == bytes(other.pieces[0]) == VALUE
+    assert viewer.num_lookups == 2
+    assert viewer.look("k") == VALUE
+    assert viewer.num_lookups == 2
+
+
+def test_a_removed_object_is_not_viewed_again(pool: FacadePool, viewer: ViewingStore) -> None:
+    viewer.look("k")
+    assert pool.store().remove("k", force=True)
+    with pytest.raises(NotFound):
+        viewer.look("k")
+    pool.store().put("k", b"new")
+    assert viewer.look("k") == b"new"
+
+
+def test_a_replaced_object_is_not_viewed_again_and_its_open_view_stays(pool: FacadePool, viewer: ViewingStore) -> None:
+    writer = pool.store()
+    viewer.look("k")
+    with viewer.store.view("k") as old:
+        assert viewer.num_lookups == 1
+        writer.upsert("k", b"new")
+        assert viewer.look("k") == b"new"
+        assert bytes(old.pieces[0]) == VALUE
+    assert viewer.look("k") == b"new"
+    for number in range(20):
+        writer.upsert("k", b"%d" % number)
+        assert viewer.look("k") == b"%d" % number
+
+
+def test_a_pin_from_before_a_lost_connection_is_not_used(pool: FacadePool, viewer: ViewingStore) -> None:
+    """The master may have lost power, and the pin with it."""
+    viewer.look("k")
+    viewer.store.master._rpc._drop()
+    viewer.store.exist("another key")  # connects: of "k" the memory here tells that it exists
+    assert viewer.look("k") == VALUE
+    assert viewer.num_lookups == 2
+
+
+def test_the_pin_ends_some_time_after_the_last_view(
+    pool: FacadePool, viewer: ViewingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_ledger, "SPARE_S", 0.1)
+    viewer.look("k")
+    wait_until(lambda: not pool.on_loop(pool.master.state.index.pins.owners))
+    assert viewer.look("k") == VALUE
+    assert viewer.num_lookups == 2
