@@ -25,11 +25,13 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 _TUNSETIFF = 0x400454CA
-_IFF_TUN_NO_PI = 0x1001
-_MTU = 65_000
+_IFF_TUN, _IFF_TAP, _IFF_NO_PI = 0x0001, 0x0002, 0x1000  # IP packets; Ethernet frames; nothing before them
+TUNNEL_MTU = 65_000
+_FRAME_NBYTES = TUNNEL_MTU + 64  # with an Ethernet header
 _BURST = 16  # packets taken from one side before the other is looked at
 _numbers = itertools.count()
 
@@ -80,15 +82,12 @@ class LinkLab:
         fds = []
         for machine in (first, second):
             name = f"mp{os.getpid() % 100_000}l{link}m{machine}"
-            fds.append(_open_tun(name))
+            fds.append(open_tunnel(name))
             self._undo.callback(os.close, fds[-1])
             # The device stays attached to the descriptor when it moves to another namespace.
             _run("ip", "link", "set", name, "netns", self.namespaces[machine], "name", f"link{link}")
             self._configure(machine, link, rate_mbit)
-        relay = subprocess.Popen(
-            [sys.executable, __file__, *map(str, fds), str(delay_ms / 1000)], pass_fds=fds, stdin=subprocess.PIPE
-        )
-        self._undo.callback(_end, relay)
+        start_relay(self._undo, fds, delay_ms)
         return link
 
     def address(self, machine: int, link: int) -> str:
@@ -101,9 +100,27 @@ class LinkLab:
     def _configure(self, machine: int, link: int, rate_mbit: int) -> None:
         namespace, device = self.namespaces[machine], f"link{link}"
         _run("ip", "-n", namespace, "addr", "add", f"{self.address(machine, link)}/24", "dev", device)
-        _run("ip", "-n", namespace, "link", "set", device, "mtu", str(_MTU), "up")
+        _run("ip", "-n", namespace, "link", "set", device, "mtu", str(TUNNEL_MTU), "up")
         shape = ("tbf", "rate", f"{rate_mbit}mbit", "burst", "256kb", "latency", "50ms")
         _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
+
+
+def open_tunnel(name: str, *, is_tap: bool = False) -> int:
+    """Make a TUN device, or a TAP device if packets go through a bridge; return the descriptor that it lives with."""
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        kind = (_IFF_TAP if is_tap else _IFF_TUN) | _IFF_NO_PI
+        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH", name.encode(), kind))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def start_relay(undo: contextlib.ExitStack, fds: Sequence[int], delay_ms: float) -> None:
+    """Start a process that carries packets between two tunnels and holds each for the delay; `undo` ends it."""
+    command = [sys.executable, __file__, *map(str, fds), str(delay_ms / 1000)]
+    undo.callback(_end, subprocess.Popen(command, pass_fds=fds, stdin=subprocess.PIPE))
 
 
 def relay(first_fd: int, second_fd: int, delay_s: float) -> None:
@@ -129,20 +146,10 @@ def relay(first_fd: int, second_fd: int, delay_s: float) -> None:
 def _take_packets(source: int, held: deque[tuple[float, bytes]], delay_s: float) -> None:
     for _ in range(_BURST):
         try:
-            packet = os.read(source, _MTU + 1)
+            packet = os.read(source, _FRAME_NBYTES)
         except OSError:
             return
         held.append((time.monotonic() + delay_s, packet))
-
-
-def _open_tun(name: str) -> int:
-    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN_NO_PI))
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

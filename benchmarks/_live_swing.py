@@ -10,6 +10,7 @@ number of tokens, ends the benchmark; the tokens of every answer are compared wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 import tempfile
@@ -32,7 +33,7 @@ LONG_PROMPTS = (700, 8)  # mean tokens of prompts and of answers
 LONG_ANSWERS = (60, 160)
 SPLITS = {"3P1D": (3, 1), "2P2D": (2, 2), "1P3D": (1, 3)}
 ELASTIC = "elastic"
-_SHAPE = llama(64, 128, num_layers=2)
+SHAPE = llama(64, 128, num_layers=2)
 _MOVES = "moonpool_conductor_role_changes_total"
 
 
@@ -50,36 +51,47 @@ class SwingRun(NamedTuple):
     num_changes: int
 
 
-def requests(num_phases: int, phase_s: float, seed: int) -> list[SwingRequest]:
+def requests(num_phases: int, phase_s: float, seed: int, rate_per_s: float = RATE_PER_S) -> list[SwingRequest]:
     """Lengths are within 30 % of their mean."""
     chance, found = random.Random(seed), []
     for phase in range(num_phases):
         lengths = LONG_ANSWERS if phase % 2 else LONG_PROMPTS
-        at_s = phase * phase_s + chance.expovariate(RATE_PER_S)
+        at_s = phase * phase_s + chance.expovariate(rate_per_s)
         while at_s < (phase + 1) * phase_s:
             num_input, num_output = [max(2, round(mean * chance.uniform(0.7, 1.3))) for mean in lengths]
             prompt = [chance.randrange(3, VOCAB) for _ in range(num_input)]
             found.append(SwingRequest(at_s, phase, prompt, num_output))
-            at_s += chance.expovariate(RATE_PER_S)
+            at_s += chance.expovariate(rate_per_s)
     return found
 
 
 def play(model: Path, name: str, load: Sequence[SwingRequest]) -> SwingRun:
     """Start the service, paced, with a fixed split or with elastic roles, and send it the load."""
     prefill, decode = SPLITS.get(name, (2, 2))
+    with paced_service(model, prefill, decode, elastic=name == ELASTIC) as service:
+        return send_load(service, load)
+
+
+@contextlib.contextmanager
+def paced_service(model: Path, prefill: int, decode: int, *, elastic: bool) -> Iterator[Service]:
+    """Start the service with paced workers; it has its first roles."""
     worker = (str(Path(__file__).with_name("_paced_worker.py")), msgspec.json.encode(PACE).decode())
     with tempfile.TemporaryDirectory(prefix="moonpool-swing-") as folder:
         service = Service(
-            Path(folder), str(model), worker=worker, prefill=prefill, decode=decode, elastic=name == ELASTIC,
+            Path(folder), str(model), worker=worker, prefill=prefill, decode=decode, elastic=elastic,
             ttft_slo_s=TTFT_S, tbt_slo_s=TBT_S,
         )  # fmt: skip
         try:
             service.start()
             service.wait_ready()
-            answers = asyncio.run(_send_all(service.url, load))
-            return SwingRun(answers, _num_changes(service.url))
+            yield service
         finally:
             service.close()
+
+
+def send_load(service: Service, load: Sequence[SwingRequest]) -> SwingRun:
+    answers = asyncio.run(_send_all(service.url, load))
+    return SwingRun(answers, _num_changes(service.url))
 
 
 def undisturbed(model: Path, load: Sequence[SwingRequest]) -> list[list[int]]:
@@ -131,7 +143,7 @@ def measure_swing(names: Sequence[str], num_phases: int, phase_s: float, seed: i
     good = {}
     with tempfile.TemporaryDirectory(prefix="moonpool-swing-") as folder:
         model = Path(folder) / "model"
-        save_model(model, _SHAPE)
+        save_model(model, SHAPE)
         expected = undisturbed(model, load)
         for name in names:
             run = play(model, name, load)

@@ -42,7 +42,9 @@ class Pace(msgspec.Struct, frozen=True):
 
 def hold_steps(pace: Pace) -> None:
     """Let every pass of a model in this process take as long as `pace` says, or longer if it computes longer."""
+    from moonpool.base.clock import SystemClock
     from moonpool.engine.runner import Runner
+    from moonpool.worker import calibration
 
     execute = Runner.execute
 
@@ -55,6 +57,7 @@ def hold_steps(pace: Pace) -> None:
         return logits
 
     Runner.execute = held  # type: ignore[method-assign]
+    calibration.ThreadClock = SystemClock  # type: ignore[misc, assignment]  # a held step waits, and computes nothing
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import httpx
 import numpy as np
@@ -37,6 +37,7 @@ from _live_profile import Calibration
 from moonpool.base.keys import chain_keys
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.frontend.workers import Connections
+from moonpool.launch.plan import ServeConfig
 from moonpool.sim.fleet import Profile, write_profile
 from moonpool.sim.physics.hardware import GB, GpuSpec, NodeSpec
 from moonpool.sim.physics.model_shape import ModelShape, shape_from_config
@@ -45,6 +46,7 @@ from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.job import DONE, Job
 from moonpool.sim.world.stepper import mean_of_longest_s
 from moonpool.traces.columns import Trace, offsets_of
+from moonpool.worker.config import step_tokens
 
 SHAPE = llama(512, 1408)
 LIMIT = 0.10
@@ -59,6 +61,19 @@ REPORT_EVERY_S = 0.05  # as the workers' own
 MAX_OTHERS = 0.06  # cores that others may use while something is measured
 MAX_ATTEMPTS = 4
 T = TypeVar("T")
+
+
+class TimedPrompt(Protocol):
+    """What a trace is made of."""
+
+    @property
+    def arrival_s(self) -> float: ...
+
+    @property
+    def prompt(self) -> list[int]: ...
+
+    @property
+    def num_output(self) -> int: ...
 
 
 class Request(NamedTuple):
@@ -96,7 +111,7 @@ class Load(NamedTuple):
         return requests
 
 
-def to_trace(requests: Sequence[Request], block_tokens: int) -> Trace:
+def to_trace(requests: Sequence[TimedPrompt], block_tokens: int) -> Trace:
     """Exactly these requests; a block is known by its chain key, as the service knows it."""
     numbers: dict[bytes, int] = {}
     ids: list[int] = []
@@ -205,20 +220,21 @@ def _held(lock: Path | None) -> Iterator[None]:
 # simulated
 
 
-def cluster_config(service: Service, profile: Profile, **changes: Any) -> ClusterConfig:
-    config = service.config
-    shape = shape_from_config({**SHAPE, "model_type": "llama", "torch_dtype": "float32"}, "random llama")
+def cluster_config(
+    config: ServeConfig, profile: Profile, sizes: Mapping[str, int] = SHAPE, **changes: Any
+) -> ClusterConfig:
+    shape = shape_from_config({**sizes, "model_type": "llama", "torch_dtype": "float32"}, "random llama")
     return replace(
         ClusterConfig(
             shape=shape,
-            node=_node(shape, config.kv_nbytes, config.pool_nbytes),
+            node=_node(shape, config.host_kv_nbytes, config.pool_nbytes),
             cost=profile.cost(),
             num_prefill=config.prefill,
             num_decode=config.decode,
             max_run_blocks=1,
             policy=PolicyConfig(name=config.policy),
             answers_between_steps=True,
-            max_batch_tokens=config.max_batch_tokens,
+            max_batch_tokens=step_tokens(config.max_batch_tokens, config.device),
             max_num_seqs=config.max_num_seqs,
             report_every_s=REPORT_EVERY_S,
             asked_tokens=1,
@@ -280,12 +296,17 @@ def of_jobs(jobs: Sequence[Job]) -> dict[str, float]:
 class Reporter:
     """Prints lines for people, or JSON objects."""
 
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
+    def __init__(self, as_json: bool, bench: str = "fidelity") -> None:
+        self._as_json, self._bench = as_json, bench
 
     def say(self, text: str = "") -> None:
         if not self._as_json:
             print(text, flush=True)
+
+    def compare_all(self, simulated: dict[str, float], lives: Sequence[dict[str, float]]) -> None:
+        self.say(f"{'metric':<14} {'live':>9} {'(rounds)':>18} {'simulated':>10} {'error':>8}  within {LIMIT:.0%}?")
+        for name, value in simulated.items():
+            self.compared(name, value, [live[name] for live in lives])
 
     def compared(self, name: str, simulated: float, live: list[float]) -> None:
         middle = statistics.median(live)
@@ -296,9 +317,10 @@ class Reporter:
         self.say(f"{name:<14} {middle * 1e3:9.1f} {spread:>18} {simulated * 1e3:10.1f} {error:+8.1%}  {verdict}")
         self._line(name, simulated, middle, live_min=min(live), live_max=max(live), **claim)
 
-    def reuse(self, simulated: int, live: list[int]) -> None:
-        self.say(f"reused tokens of prompts: live {', '.join(map(str, live))}; simulated {simulated}")
-        self._line("reused tokens", simulated, statistics.median(live), unit="tokens")
+    def counted(self, what: str, simulated: int, live: list[int], unit: str) -> None:
+        """Numbers without a claim."""
+        self.say(f"{what}: live {', '.join(map(str, live))}; simulated {simulated}")
+        self._line(what, simulated, statistics.median(live), unit=unit)
 
     def what_if(self, case: str, found: dict[str, float], now: dict[str, float]) -> None:
         for name, value in found.items():
@@ -307,8 +329,8 @@ class Reporter:
 
     def _line(self, case: str, value: float, baseline: float, unit: str = "s", **more: Any) -> None:
         if self._as_json:
-            line = {"bench": "fidelity", "case": case, "value": value, "unit": unit, "baseline": baseline,
-                    "ratio": value / baseline, **more}  # fmt: skip
+            line = {"bench": self._bench, "case": case, "value": value, "unit": unit, "baseline": baseline,
+                    "ratio": value / baseline if baseline else None, **more}  # fmt: skip
             rounded = {key: float(f"{each:.4g}") if isinstance(each, float) else each for key, each in line.items()}
             print(json.dumps(rounded), flush=True)
 
@@ -317,10 +339,9 @@ def report(measured: Measured, config: ClusterConfig, trace: Trace, reporter: Re
     jobs = simulate(config, trace)
     simulated, lives = of_jobs(jobs), [of_live(each.answers) for each in measured.rounds]
     reporter.say(f"{len(trace)} requests in {trace.duration_s:.0f} s, {len(lives)} rounds; times in ms")
-    reporter.say(f"{'metric':<14} {'live':>9} {'(rounds)':>18} {'simulated':>10} {'error':>8}  within {LIMIT:.0%}?")
-    for name, value in simulated.items():
-        reporter.compared(name, value, [live[name] for live in lives])
-    reporter.reuse(sum(job.reused_tokens for job in jobs), [each.reused_tokens for each in measured.rounds])
+    reporter.compare_all(simulated, lives)
+    reused = [each.reused_tokens for each in measured.rounds]
+    reporter.counted("reused tokens of prompts", sum(job.reused_tokens for job in jobs), reused, "tokens")
     if max(measured.others) > MAX_OTHERS:
         reporter.say(f"the machine was not quiet: others used up to {max(measured.others):.2f} cores meanwhile")
     reporter.say()
@@ -352,7 +373,7 @@ def main() -> None:
     if options.profile is not None:
         write_profile(options.profile, measured.profile)
     trace = to_trace(load.requests(token_seed=0), service.config.block_tokens)
-    report(measured, cluster_config(service, measured.profile), trace, Reporter(options.json))
+    report(measured, cluster_config(service.config, measured.profile), trace, Reporter(options.json))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,15 @@ from moonpool.base.config import nearest
 from moonpool.base.errors import InvalidInput, NotFound, Unavailable
 from moonpool.base.rpc import BlockingClient
 from moonpool.base.units import format_nbytes
-from moonpool.cli.pool import MasterOption, ask_conductor, conductor_address, master_address, pool
+from moonpool.cli.pool import (
+    CONDUCTOR_VARIABLE,
+    ConductorOption,
+    MasterOption,
+    ask_conductor,
+    conductor_address,
+    master_address,
+    pool,
+)
 from moonpool.cli.waiting import BoundedWait
 from moonpool.conductor.messages import DrainWorker, Status
 from moonpool.store import Store
@@ -36,17 +44,15 @@ def command(
         bool, typer.Option("--force", help="drain the last worker of its role, or the last node, too")
     ] = False,
     master: MasterOption = None,
-    conductor: Annotated[
-        str | None, typer.Option(help="address of the conductor; default: the one started with the master")
-    ] = None,
+    conductor: ConductorOption = None,
 ) -> None:
     address = master_address(master)
     conductor = conductor_address(conductor, address)
-    workers = [] if conductor is None else [each.info for each in ask_conductor(conductor, Status()).workers]
+    workers = [] if conductor is None else _workers(conductor)
     progress = BoundedWait(timeout, _SAY_EVERY_S, unmet=f"{name} is not empty", goes_on="the drain", prefix=f"{name}: ")
     worker = next((info for info in workers if info.name == name), None)
     if worker is not None and conductor is not None:
-        ask_conductor(conductor, DrainWorker(worker=name, force=force))
+        _tell_worker(worker, conductor, progress, force)
         _follow_worker(worker, conductor, progress if wait else None)
         return
     with pool(address) as store:
@@ -54,8 +60,28 @@ def command(
         known = [*(info.name for info in workers), *(each.node for each in segments)]
         if name not in known:
             listed = ", ".join(sorted(known)) or "none"
-            raise NotFound(f"no worker and no node is called {name!r}; there are: {listed}{nearest(name, known)}")
+            unasked = "" if conductor else f" (for a worker, name the conductor: --conductor or {CONDUCTOR_VARIABLE})"
+            raise NotFound(
+                f"no worker and no node is called {name!r}; there are: {listed}{nearest(name, known)}{unasked}"
+            )
         _drain_node(store, name, segments, progress if wait else None, force)
+
+
+def _workers(conductor: str) -> list[WorkerInfo]:
+    """Return all workers, those that drain included."""
+    status = ask_conductor(conductor, Status())
+    return [*(each.info for each in status.workers), *status.leaving]
+
+
+def _tell_worker(worker: WorkerInfo, conductor: str, progress: BoundedWait, force: bool) -> None:
+    """Return when the worker knows that it drains. It hears of it within about a second; a conductor that ends before
+    that has passed on nothing, and the next one is told again."""
+    while _is_registered(worker, conductor):
+        try:
+            ask_conductor(conductor, DrainWorker(worker=worker.name, force=force))
+        except NotFound:  # it has left since its registration was seen
+            return
+        progress.pause("it does not know yet that it drains")
 
 
 def _follow_worker(worker: WorkerInfo, conductor: str, progress: BoundedWait | None) -> None:

@@ -6,6 +6,7 @@ certificate (MOONPOOL_TLS_CERT_FILE, MOONPOOL_TLS_KEY_FILE, MOONPOOL_TLS_CA_FILE
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Annotated, TypeVar
@@ -21,6 +22,7 @@ from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 from moonpool.store.client.config import CREDENTIAL_VARIABLES, find_master
 
+CONDUCTOR_VARIABLE = "MOONPOOL_CONDUCTOR"
 _R = TypeVar("_R")
 _RETRY_S = 2.0  # shorter than in programs: a person waits for the result
 
@@ -28,6 +30,14 @@ MasterOption = Annotated[
     str | None,
     typer.Option(
         "--master", help="address of the master; default: $MOONPOOL_MASTER, or the service running on this machine"
+    ),
+]
+ConductorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--conductor",
+        help="address of the conductor, several separated by commas; default: $MOONPOOL_CONDUCTOR, or the one running "
+        "on this machine",
     ),
 ]
 HexOption = Annotated[bool, typer.Option("--hex", help="read and print keys in hexadecimal")]
@@ -38,9 +48,15 @@ def master_address(given: str | None) -> str:
     return given or find_master("state the pool with --master ADDRESS")
 
 
+def named_conductor(given: str | None) -> str | None:
+    """Return `given`, or else what the environment names."""
+    return given or os.environ.get(CONDUCTOR_VARIABLE) or None
+
+
 def conductor_address(given: str | None, master: str) -> str | None:
-    """Return `given`, or else the conductor that was started with that master; None if there is none here."""
-    return given or conductor_beside(master)
+    """Return `given`, or else the conductor that the environment names or that was started with that master on this
+    machine; None if there is none."""
+    return named_conductor(given) or conductor_beside(master)
 
 
 def ask_conductor(address: str, call: Call[_R], timeout_s: float = 2.0) -> _R:

@@ -14,7 +14,7 @@ import typer
 from moonpool.base.cluster import WorkerInfo, WorkerRole
 from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.run_dirs import conductor_beside
-from moonpool.cli.pool import ask_conductor, master_address
+from moonpool.cli.pool import CONDUCTOR_VARIABLE, ConductorOption, ask_conductor, master_address, named_conductor
 from moonpool.conductor.messages import SetRole, Status
 
 _TIMEOUT_S = 10.0
@@ -27,14 +27,14 @@ def command(
         Literal["prefill", "decode", "auto"],
         typer.Argument(help="the role to take and keep; auto: the conductor changes it as the load moves"),
     ],
-    conductor: Annotated[
-        str | None, typer.Option(help="address of the conductor; default: the one running on this machine")
-    ] = None,
+    conductor: ConductorOption = None,
 ) -> None:
     wanted = None if role == "auto" else WorkerRole(role)
-    address = conductor or conductor_beside(master_address(None))
+    address = named_conductor(conductor) or conductor_beside(master_address(None))
     if address is None:
-        raise typer.BadParameter("no conductor runs on this machine; name one with --conductor")
+        raise typer.BadParameter(
+            f"no conductor runs on this machine; name one with --conductor or {CONDUCTOR_VARIABLE}"
+        )
     ask_conductor(address, SetRole(worker=worker, role=wanted))
     deadline_s = time.monotonic() + _TIMEOUT_S
     while not _is_so(info := _info(address, worker), wanted):

@@ -13,12 +13,13 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from moonpool.base.cluster import LAUNCHER_SERVICE
 from moonpool.base.config import nearest
 from moonpool.base.errors import ConfigError, InvalidInput, Unavailable
 from moonpool.base.rpc import BlockingClient, Call
-from moonpool.base.run_dirs import live_run_dirs, read_url, socket_address
+from moonpool.base.run_dirs import LAUNCHER, live_run_dirs, read_url, socket_address
 from moonpool.cli.waiting import BoundedWait
-from moonpool.launch.messages import LAUNCHER, LAUNCHER_SERVICE, ListWorkers, Scale
+from moonpool.launch.messages import ListWorkers, Scale
 
 _R = TypeVar("_R")
 _ROLES = ("prefill", "decode")

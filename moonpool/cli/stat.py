@@ -12,9 +12,16 @@ import typer
 
 from moonpool.base.errors import Unavailable
 from moonpool.base.metrics import MetricFamily
-from moonpool.base.run_dirs import conductor_beside
 from moonpool.base.units import format_nbytes
-from moonpool.cli.pool import MasterOption, ask_conductor, master_address, pool
+from moonpool.cli.pool import (
+    ConductorOption,
+    MasterOption,
+    ask_conductor,
+    conductor_address,
+    master_address,
+    named_conductor,
+    pool,
+)
 from moonpool.conductor.messages import Status, WorkerStatus
 from moonpool.store.messages import SegmentStats, StoreStats, TaskInfo, Tier
 
@@ -24,15 +31,12 @@ _JOURNAL = "moonpool_journal_"
 def command(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object, with exact numbers")] = False,
     master: MasterOption = None,
-    conductor: Annotated[
-        str | None,
-        typer.Option(help="conductor whose workers are listed; default: the one started with the master"),
-    ] = None,
+    conductor: ConductorOption = None,
 ) -> None:
     address = master_address(master)
     with pool(address) as store:
         stats, tasks, journal = store.stats(), store.tasks.running(), _journal(store.metrics())
-    workers = _workers(conductor or conductor_beside(address), is_named=conductor is not None)
+    workers = _workers(conductor_address(conductor, address), is_named=named_conductor(conductor) is not None)
     if json:
         fields: dict[str, Any] = {**msgspec.to_builtins(stats), "tiers": _tiers(stats), "journal": journal}
         fields |= {"tasks": tasks, "hit_rate": hit_rate(stats.counters), "workers": workers}

@@ -12,7 +12,7 @@ import typer
 
 from moonpool.base.errors import NotFound, Unavailable
 from moonpool.base.run_dirs import conductors_in, live_run_dirs
-from moonpool.cli.pool import HexOption, MasterOption, ask_conductor, pool
+from moonpool.cli.pool import ConductorOption, HexOption, MasterOption, ask_conductor, named_conductor, pool
 from moonpool.conductor.messages import ExplainedRecord, ExplainRequest
 from moonpool.frontend import bare_id
 from moonpool.master.state.changes import NEVER_STORED
@@ -28,12 +28,9 @@ def command(
     ],
     master: MasterOption = None,
     hex: HexOption = False,
-    conductor: Annotated[
-        str | None,
-        typer.Option(help="address of the conductor; default: all conductors running on this machine"),
-    ] = None,
+    conductor: ConductorOption = None,
 ) -> None:
-    found = [] if hex else _find_request(what, conductor)
+    found = [] if hex else _find_request(what, named_conductor(conductor))
     for each in found:
         print("\n".join(each.lines))
     if not found:

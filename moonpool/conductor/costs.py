@@ -29,6 +29,8 @@ _SOON = 64  # the first samples, after each of which the model is fitted
 _REFIT_EVERY = 8  # later samples change little each
 _MIN_SECONDS = 1e-6
 _MAX_SECONDS = 86_400.0
+_MAX_NODES = 1024
+_OTHER_RATIO = 1.25
 
 
 class ErrorWindow:
@@ -208,19 +210,35 @@ def _ssd_prior() -> LearnedCost:
     return LearnedCost((2e-3, 2e-9))
 
 
-def _error_windows() -> dict[str, ErrorWindow]:
-    return {name: ErrorWindow(name) for name in ("prefill", "decode", "transfer", "transfer_ssd")}
+def _handoff_prior() -> LearnedCost:
+    return LearnedCost((5e-3, 1e-10))
+
+
+_MODELS = ("prefill", "decode", "transfer", "transfer_ssd", "handoff")
 
 
 @dataclass(slots=True)
 class CostModels:
-    """The models of a cluster of equal workers. `transfer` is from the pool's DRAM, `transfer_ssd` from its SSDs."""
+    """The models of equal workers. `kind` names these where there are others (placement/kinds.py). `transfer` is from
+    the pool's DRAM, `transfer_ssd` from its SSDs; `handoff` is what is left of a hand-off when the prompt is computed.
+    `transfer` learns from all pulls, `near` from those of nodes on the worker's machine, `nodes` from those of each
+    node on another machine; `other_paths` are those (near: "") that take clearly other times than pulls in general.
+    """
 
     prefill: LearnedCost = field(default_factory=_prefill_prior)
     decode: LearnedCost = field(default_factory=_decode_prior)
     transfer: LearnedCost = field(default_factory=_transfer_prior)
     transfer_ssd: LearnedCost = field(default_factory=_ssd_prior)
-    errors: dict[str, ErrorWindow] = field(default_factory=_error_windows)
+    handoff: LearnedCost = field(default_factory=_handoff_prior)
+    near: LearnedCost = field(default_factory=_transfer_prior)
+    nodes: dict[str, LearnedCost] = field(default_factory=dict)
+    other_paths: set[str] = field(default_factory=set)
+    kind: str = ""
+    errors: dict[str, ErrorWindow] = field(init=False)
+
+    def __post_init__(self) -> None:
+        of_kind = f" ({self.kind})" if self.kind else ""
+        self.errors = {name: ErrorWindow(name + of_kind) for name in _MODELS}
 
     def prefill_s(self, num_tokens: int, prefix_tokens: int) -> float:
         """Return the time to compute tokens prefix_tokens..num_tokens; a full hit still computes the last token."""
@@ -252,6 +270,20 @@ class CostModels:
             seconds += fixed + per_byte * ssd_nbytes
         return seconds
 
+    def path_terms(self, node: str, is_near: bool) -> tuple[float, ...]:
+        """The coefficients of pulls from that node's memory; those of all pulls before one came from there."""
+        path = self.near if is_near else self.nodes.get(node)
+        return self.transfer.terms if path is None or not path.num_samples else path.terms
+
+    def handoff_s(self, nbytes: float) -> float:
+        """Return the time from the end of a prefill until the decode worker has its KV of `nbytes`; 0 before the first
+        measurement, because most of it has gone over while the prompt was computed."""
+        return self.handoff.predict((1.0, nbytes)) if self.handoff.num_samples else 0.0
+
+    def learn_handoff(self, nbytes: int, seconds: float) -> None:
+        """Add one measurement."""
+        self._learn("handoff", self.handoff, (1.0, nbytes), seconds)
+
     def learn(
         self,
         prefills: Iterable[PrefillSample] = (),
@@ -276,9 +308,24 @@ class CostModels:
         dram_nbytes = pull.nbytes - pull.ssd_nbytes
         if pull.ssd_nbytes <= 0:
             self._learn("transfer", self.transfer, (1.0, pull.nbytes), pull.seconds)
+            self._learn_path(pull)
         elif pull.ssd_nbytes >= dram_nbytes:
             seconds = pull.seconds - (self.transfer_s(dram_nbytes) if dram_nbytes > 0 else 0.0)
             self._learn("transfer_ssd", self.transfer_ssd, (1.0, pull.ssd_nbytes), seconds)
+
+    def _learn_path(self, pull: PullSample) -> None:
+        if pull.is_near:
+            name, path = "", self.near
+        elif pull.node in self.nodes or (pull.node and len(self.nodes) < _MAX_NODES):
+            name, path = pull.node, self.nodes.setdefault(pull.node, _transfer_prior())
+        else:
+            return
+        path.learn((1.0, pull.nbytes), pull.seconds)
+        own_s, usual_s = path.predict((1.0, pull.nbytes)), self.transfer.predict((1.0, pull.nbytes))
+        if max(own_s, usual_s) > _OTHER_RATIO * min(own_s, usual_s):
+            self.other_paths.add(name)
+        else:
+            self.other_paths.discard(name)
 
     def _learn(self, name: str, model: LearnedCost, features: Sequence[float], seconds: float) -> None:
         """Record the error of the prediction before this sample; a prediction without any sample has no error."""

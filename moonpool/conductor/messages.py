@@ -19,7 +19,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted terms of one prefill worker, in seconds and blocks, kept in the decision record.
 
     `congestion_s` is the part of `transfer_s` that other pulls cause; during `overlap_s` the worker loads and computes
-    at the same time.
+    at the same time. `pages_s` and `handoff_s` depend on the decode worker and are the same for all candidates.
     """
 
     worker: str
@@ -33,6 +33,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     overlap_s: float = 0.0
     stages: tuple[str, ...] = ()  # workers that compute the first layers, before `worker`, which computes the last ones
     chunk_tokens: int = 0  # of a prompt that passes `stages`
+    pages_s: float = 0.0  # until the decode worker has pages for the request; before that no worker begins with it
+    handoff_s: float = 0.0  # after the prompt is computed, until the decode worker has its KV
 
     @property
     def service_s(self) -> float:
@@ -41,7 +43,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ttft_s(self) -> float:
-        return self.queue_s + self.service_s
+        return max(self.pages_s, self.queue_s) + self.service_s + self.handoff_s
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +111,9 @@ class PrefillParts(msgspec.Struct, frozen=True, kw_only=True):
     pull_s: Seconds = 0.0  # part of `compute_s` or beside it
     compute_s: Seconds  # waits for pulls included
     handoff_s: Seconds = 0.0  # after the last layer was computed
+    # Seconds after the start of the pull at which each of as many equal parts of the layers was in place: of each layer
+    # with up to 32 layers; empty without a pull, and on a GPU, which copies what the host does not wait for.
+    pull_layers_s: tuple[Seconds, ...] = ()
 
 
 class RequestEnded(Call[None]):
@@ -169,6 +174,7 @@ class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0  # requests in the queue
     predictions: tuple[PredictionError, ...] = ()
     fetch_or_compute: FetchOrCompute | None = None  # None without workers
+    leaving: tuple[WorkerInfo, ...] = ()  # workers that drain: they get no requests
     left: tuple[str, ...] = ()  # workers that were drained and have ended: they are not reported as lost
     refused: dict[str, int] = {}  # requests refused since the conductor started, by cause
     num_open: int = 0  # requests that were sent to workers and have not ended
@@ -266,6 +272,20 @@ class Records(Call[list[DecisionRecord]]):
     outcome: str | None = None
     tenant: str | None = None
     worker: str | None = None
+
+
+class RecordRow(msgspec.Struct, frozen=True, array_like=True):
+    """A DecisionRecord as JSON."""
+
+    routed_at_s: float
+    json: bytes
+
+
+class RecordRows(Call[list[RecordRow]]):
+    """As Records. A front end passes the rows on as they are, a thousand every two seconds for an open page: it answers
+    requests meanwhile, and would otherwise decode all of them and encode them again."""
+
+    wanted: Records
 
 
 class ExplainedRecord(msgspec.Struct, frozen=True):

@@ -12,6 +12,12 @@ from moonpool.conductor.admission.forms import Cause
 from moonpool.conductor.request_queue import RequestQueue
 from moonpool.conductor.state import ConductorState
 
+# Events that are on the page before they happen, so that Prometheus sees the first one as an increase.
+_USUAL_EVENTS = (
+    "routed", "queued", "resumed", "ended", "abandoned", "overloaded", "unavailable", "registered", "unregistered",
+    "refused_identity", "report_gaps",
+)  # fmt: skip
+
 
 class ConductorCollector(Collector):
     def __init__(
@@ -23,7 +29,7 @@ class ConductorCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         state = self._state
         events = CounterMetricFamily("moonpool_conductor_events", "Events by kind", labels=["event"])
-        for event, count in sorted(state.counters.items()):
+        for event, count in sorted({**dict.fromkeys(_USUAL_EVENTS, 0), **state.counters}.items()):
             events.add_metric([event], count)
         yield events
         workers = GaugeMetricFamily("moonpool_conductor_assigned", "Requests sent to a worker", labels=["worker"])

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moonpool.base.backoff import Backoff
 from moonpool.base.errors import MoonpoolError, ProtocolError
+from moonpool.base.keys import object_key
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.rpc.reconnect import Duty, ReconnectingClient
 from moonpool.conductor.placement.prefix_index import PrefixIndex
-from moonpool.store.messages import SERVICE, EventBatch, Segments, Subscribe, Tier, Why
+from moonpool.store.messages import SERVICE, EventBatch, Promote, Segments, Subscribe, Tier, Why
 
 _LOG = logging.getLogger(__name__)
 _MIN_RETRY_S = 0.05
@@ -27,15 +28,15 @@ _COUNT_EVERY_S = 5.0
 class PoolFeed:
     """`run` is a task that is cancelled to stop. `connected` is true from a snapshot until the stream breaks.
 
-    `on_nodes` is called with the number of nodes that hold blocks in memory, at the start and every few seconds.
-    `duties` run on the same connection.
+    `on_nodes` is called with the nodes that hold blocks in memory and the machine of each, at the start and every few
+    seconds. `duties` run on the same connection.
     """
 
     def __init__(
         self,
         store_address: str,
         index: PrefixIndex,
-        on_nodes: Callable[[int], None],
+        on_nodes: Callable[[Mapping[str, str]], None],
         *,
         name: str,
         duties: Sequence[Duty] = (),
@@ -43,6 +44,7 @@ class PoolFeed:
         self.connected = False
         self._index = index
         self._on_nodes = on_nodes
+        self._promotions: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
         self._store = ReconnectingClient(
             store_address,
             SERVICE,
@@ -68,6 +70,15 @@ class PoolFeed:
             _LOG.debug("asking the master about a key failed: %s", error)
             return None
 
+    def promote(self, keys: Sequence[bytes]) -> None:
+        """Ask the master to bring these blocks from SSD to memory, because a request that waits will pull them. Nothing
+        waits for the answer: whatever does not come is read from SSD."""
+        client = self._store.client
+        if client is not None:
+            task = asyncio.get_running_loop().create_task(_promote(client, [object_key(key) for key in keys]))
+            self._promotions.add(task)
+            task.add_done_callback(self._promotions.discard)
+
     async def _follow(self, client: AsyncClient) -> None:
         async with contextlib.aclosing(client.stream(Subscribe())) as batches:  # type: ignore[type-var]
             last: int | None = None
@@ -80,7 +91,7 @@ class PoolFeed:
         while True:
             try:
                 segments = await client.call(Segments(), timeout_s=_CALL_TIMEOUT_S)
-                self._on_nodes(len({each.node for each in segments if each.tier is Tier.DRAM}))
+                self._on_nodes({each.node: each.descriptor.host for each in segments if each.tier is Tier.DRAM})
             except MoonpoolError as error:
                 _LOG.debug("asking the master about its nodes failed: %s", error)
             await asyncio.sleep(_COUNT_EVERY_S)
@@ -88,11 +99,11 @@ class PoolFeed:
     def _apply(self, batch: EventBatch, last: int | None) -> None:
         """Apply a batch. `last` is the sequence number of the batch before; the parts of a snapshot share one."""
         if batch.snapshot:
-            self._index.replace_pool(batch.stored, batch.tiers)
+            self._index.replace_pool(batch.stored, batch.tiers, batch.nodes)
             self.connected = True
             _LOG.info("the pool holds %d blocks", self._index.pool_blocks)
         elif last is not None and batch.sequence in (last, last + 1):
-            self._index.update_pool(batch.stored, batch.removed, batch.tiers)
+            self._index.update_pool(batch.stored, batch.removed, batch.tiers, batch.nodes)
         else:
             raise ProtocolError(f"batch {batch.sequence} came after {last}; the snapshot comes first")
 
@@ -102,3 +113,10 @@ class PoolFeed:
             self._store.backoff.reset()
         self.connected = False
         self._index.replace_pool(())
+
+
+async def _promote(client: AsyncClient, keys: list[bytes]) -> None:
+    try:
+        await client.call(Promote(keys=keys), timeout_s=_CALL_TIMEOUT_S)
+    except MoonpoolError as error:
+        _LOG.debug("asking the master to bring blocks to memory failed: %s", error)

@@ -65,6 +65,11 @@ class Registration:
             free_pages=min(load.free_pages, self.info.num_pages - self.decoding_pages),
         )
 
+    @property
+    def decode_pages(self) -> tuple[int, int]:
+        """The free pages, below 0 if requests wait for some, and all pages."""
+        return self.decode_load.free_pages, self.info.num_pages
+
     def status(self, indexed_blocks: int) -> WorkerStatus:
         return WorkerStatus(info=self.info, load=self.load, indexed_blocks=indexed_blocks, assigned=self.assigned)
 
@@ -110,6 +115,12 @@ class WeighedRequest(NamedTuple):
     def work(self) -> UnmetWork:
         """What the workers would have to do for it."""
         return UnmetWork(self.choice.prefill.service_s, 1, self.inputs.request.num_tokens)
+
+    def on_ssd(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys of the blocks on SSD that its worker would pull if they were in memory."""
+        local, leading = self.choice.plan.local, self.inputs.leading
+        end = local + self.inputs.prices.in_memory().best_plan(local, None).pulled
+        return [keys[at] for at in leading.on_ssd if local <= at < end]
 
 
 def check_parity(info: WorkerInfo, registered: Sequence[WorkerInfo]) -> None:

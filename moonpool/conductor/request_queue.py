@@ -14,7 +14,7 @@ request wait, other requests are under way, and the end of each is a change.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,8 +51,11 @@ class RequestQueue:
     """The queue in front of ConductorState.route. Each request that waits gets exactly one answer, unless it is
     cancelled."""
 
-    def __init__(self, state: ConductorState, config: PolicyConfig) -> None:
-        self._state = state
+    def __init__(
+        self, state: ConductorState, config: PolicyConfig, promote: Callable[[list[bytes]], None] | None = None
+    ) -> None:
+        """`promote` is called with the chain keys of blocks that a request which waits will pull from SSD."""
+        self._state, self._promote = state, promote
         self._config = config
         self._queue = AdmissionQueue(QueueConfig(capacity=config.max_waiting)) if config.max_waiting else None
         self._max_backlog_s = math.inf if config.ttft_slo_s is None else _BACKLOG_SHARE * config.ttft_slo_s
@@ -143,6 +146,10 @@ class RequestQueue:
         self._waiting[call.request_id] = _Waiting(call, owner, now_s, weighed.work)
         self._state.unmet.waits(call.request_id, weighed.work)
         self._state.counters["queued"] += 1
+        if self._promote is not None and weighed.inputs.leading.on_ssd and self._state.pulls:
+            wanted = weighed.on_ssd(call.keys)
+            if wanted:
+                self._promote(wanted)
 
     def _try_to_send(self, waiting: _Waiting, now_s: float) -> Decision | None:
         unmet = self._state.unmet

@@ -2,7 +2,7 @@
 
 A request whose attempt ended with a lost worker is routed again, without that worker, from its last token on. A request
 without tokens that is refused for load is refused to the client; a request that has tokens waits and is routed again,
-and so does every request while there is no worker.
+and so does every request while there is no worker. Only a front end that is cut off from all conductors does not wait.
 
 What an attempt costs depends on how it ended:
 
@@ -98,9 +98,11 @@ class Retries:
         """Count that a worker computed the request alone and lives: the request did not cause the deaths before."""
         self._num_deaths = 0
 
-    def refused(self, now_s: float, *, for_load: bool, has_tokens: bool) -> float | None:
-        """Count a refusal by the conductor: for load, or because there are no workers."""
-        if for_load and not has_tokens:
+    def refused(self, now_s: float, *, for_load: bool, has_tokens: bool, is_cut_off: bool = False) -> float | None:
+        """Count a refusal by the conductor: for load, or because there are no workers. A front end that `is_cut_off`
+        reaches no conductor's machine: nothing there will start again in a moment, and the client may ask another one.
+        """
+        if is_cut_off or (for_load and not has_tokens):
             return None
         if self.failed:
             self.failed.clear()  # there are no other workers, and those that failed may be back

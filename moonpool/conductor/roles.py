@@ -36,7 +36,8 @@ class RoleAssignments:
         # there is no other conductor.
         self.lease: Callable[[], int | None] = lambda: 0
         self._assigned: dict[str, AssignedRole] = {}
-        self._leaving: dict[str, int] = {}  # workers that were told to leave, with the incarnation that was told
+        self._told: dict[str, int] = {}  # workers that were told to leave, with the incarnation that was told
+        self.leaving: dict[str, WorkerInfo] = {}  # workers that drain, by what they say themselves
         self.left: set[str] = set()  # workers that were drained and have ended
         self.num_moved = 0  # by the rule
 
@@ -63,25 +64,36 @@ class RoleAssignments:
         self._require_lease()
         infos = [worker.info for worker in workers]
         info = _find(name, infos)
-        if not force:
+        if not force and not self._leaves(info):  # a drain that was accepted goes on, whoever leaves after it
             self._require_another(info, infos)
-        self._leaving[name] = info.incarnation
+        self._told[name] = info.incarnation
 
     def worker_left(self, call: WorkerLeft, workers: Collection[Registration]) -> None:
         """Record that a drained worker has ended; do nothing if another process of its name is there."""
         others = [one.info for one in workers if one.info.name == call.name]
         if all(other.incarnation == call.incarnation for other in others):
             self.left.add(call.name)
-            self._leaving.pop(call.name, None)
+            self._told.pop(call.name, None)
             self._assigned.pop(call.name, None)
 
     def worker_came(self, info: WorkerInfo) -> None:
         """Record that a worker is there: an earlier process of its name may have left. A role that another conductor
         has given it is known from now on, in case that conductor dies and the worker is started again."""
         self.left.discard(info.name)
+        self.leaving.pop(info.name, None)
         known = self._assigned.get(info.name)
         if info.lease > (0 if known is None else known.lease):
             self._assigned[info.name] = AssignedRole(role=info.role, fixed=info.fixed, lease=info.lease)
+
+    def worker_leaves(self, info: WorkerInfo) -> None:
+        """Record that a worker drains: a person, its launcher or another conductor has told it to."""
+        self.worker_came(info)
+        self.leaving[info.name] = info
+
+    def leaver_gone(self, info: WorkerInfo) -> None:
+        """Record that a worker that drained is not connected any more; do nothing if another one of its name is."""
+        if self.leaving.get(info.name) is info:
+            del self.leaving[info.name]
 
     def count_others(self, call: CountOthers, workers: Collection[Registration]) -> int:
         """Return how many other workers have that role and stay."""
@@ -138,7 +150,7 @@ class RoleAssignments:
         return lease
 
     def _leaves(self, info: WorkerInfo) -> bool:
-        return self._leaving.get(info.name) == info.incarnation
+        return self._told.get(info.name) == info.incarnation
 
     def _role_of(self, info: WorkerInfo) -> WorkerRole:
         """Return the role that the worker has, or is about to have."""

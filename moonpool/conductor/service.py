@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from moonpool.base.clock import Clock, SystemClock
@@ -22,24 +21,24 @@ from moonpool.base.cluster import (
     CountOthers,
     RegisterWorker,
     ReportWorker,
+    WorkerInfo,
     WorkerLeft,
 )
-from moonpool.base.errors import Cancelled
-from moonpool.base.keys import object_key
+from moonpool.base.errors import Cancelled, Unavailable, Unreachable
 from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
 from moonpool.base.rpc import Call, RpcPeer, RpcServer, SilenceLimits
 from moonpool.conductor.elastic import REBALANCE_S
+from moonpool.conductor.lost_workers import LostWorkers
 from moonpool.conductor.messages import (
     BeforeDecode,
     ClaimSharedMetrics,
     ConductorStatus,
     Decision,
-    DecisionRecord,
     DrainWorker,
-    ExplainedRecord,
     ExplainRequest,
     ExportTrace,
     PrefillEnded,
+    RecordRows,
     Records,
     RequestEnded,
     Route,
@@ -50,15 +49,12 @@ from moonpool.conductor.metrics import ConductorCollector
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.prefix_index import MAX_POOL_BLOCKS, PrefixIndex
 from moonpool.conductor.pool_feed import PoolFeed
-from moonpool.conductor.records.explain import explain
-from moonpool.conductor.records.export import ExportConfig, TraceExport
-from moonpool.conductor.records.store import KeptRecord, RecordFilter
+from moonpool.conductor.record_keeper import RecordKeeper
 from moonpool.conductor.registration import Registration
 from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
 from moonpool.conductor.role_lease import RoleLease
 from moonpool.conductor.state import ConductorState
 
-_CHUNK_NBYTES = 1 << 16
 _SHARED_METRICS_S = 150.0  # more than two of Prometheus' usual intervals
 
 
@@ -93,10 +89,12 @@ class Conductor:
         self._lease = RoleLease(f"{config.name}-{time.time_ns()}", self._clock)
         self._feed = self._make_feed(config.store_address) if config.store_address else None
         self._tasks: list[asyncio.Task[None]] = []
-        queue = RequestQueue(self._state, config.policy)
+        promote = self._feed.promote if self._feed is not None else None
+        queue = RequestQueue(self._state, config.policy, promote)
         self._queue = RequestQueueService(queue, self._clock)
         self._keeper = RecordKeeper(self._state, self._feed)
         self._front_ends: set[RpcPeer] = set()
+        self._lost = LostWorkers()
         self._shared_metrics: _MetricsClaim | None = None
         self._server = self._make_server(silence_limits or REQUEST_LIMITS)
         self.registry.register(ConductorCollector(self._state, queue, self._clock, lambda: self.pool_connected))
@@ -147,6 +145,7 @@ class Conductor:
             WorkerLeft: self._worker_left,
             CountOthers: lambda call, peer: self._state.roles.count_others(call, self._state.workers),
             Records: self._keeper.find,
+            RecordRows: self._keeper.rows,
             ExplainRequest: self._keeper.explain,
             ExportTrace: self._keeper.export,
             GetMetrics: self._metrics,
@@ -163,10 +162,27 @@ class Conductor:
     # handlers
 
     def _register(self, call: RegisterWorker, peer: RpcPeer) -> None:
+        if call.info.leaves:
+            self._register_leaver(call.info, peer)
+            return
         worker = self._state.register(call.info)
         self._state.roles.worker_came(call.info)
-        peer.on_close(lambda: self._unregister(worker))
+        self._lost.came(call.info.name)
+        peer.on_close(lambda: self._worker_lost(worker, peer))
         self._queue.changed()
+
+    def _register_leaver(self, info: WorkerInfo, peer: RpcPeer) -> None:
+        """Send no requests to that worker any more."""
+        for worker in [each for each in self._state.workers if each.info.name == info.name]:
+            self._unregister(worker)
+        roles = self._state.roles
+        roles.worker_leaves(info)
+        peer.on_close(lambda: roles.leaver_gone(info))
+
+    def _worker_lost(self, worker: Registration, peer: RpcPeer) -> None:
+        if worker in self._state.workers:  # otherwise it has registered again
+            self._lost.lost(worker.info, self._clock.now_s(), was_silent=peer.was_silent)
+            self._unregister(worker)
 
     def _unregister(self, worker: Registration) -> None:
         self._state.unregister(worker)
@@ -190,7 +206,14 @@ class Conductor:
         if peer not in self._front_ends:
             self._front_ends.add(peer)
             peer.on_close(lambda: self._front_end_gone(peer))
-        return self._queue.submit(call, peer)
+        try:
+            return self._queue.submit(call, peer)
+        except Unavailable as error:
+            present = {worker.info.role for worker in self._state.workers}
+            role = self._lost.silent_role(present, self._clock.now_s())
+            if role is None:
+                raise
+            raise Unreachable(f"{error}: the machines of all {role} workers have stopped answering") from error
 
     def _front_end_gone(self, peer: RpcPeer) -> None:
         self._front_ends.discard(peer)
@@ -223,6 +246,7 @@ class Conductor:
             num_waiting=self._queue.num_waiting,
             predictions=self._state.predictions(),
             fetch_or_compute=self._state.fetch_or_compute(),
+            leaving=tuple(self._state.roles.leaving.values()),
             left=tuple(sorted(self._state.roles.left)),
             refused={cause.value: count for cause, count in self._state.refused.items()},
             num_open=self._state.num_open,
@@ -328,43 +352,3 @@ def _retrieve(future: asyncio.Future[Decision]) -> None:
     awaits its future."""
     if not future.cancelled():
         future.exception()
-
-
-class RecordKeeper:
-    """Answers calls about decision records: finds, explains and exports them. Without a `feed` there is no pool to ask
-    why a block was not there."""
-
-    def __init__(self, state: ConductorState, feed: PoolFeed | None) -> None:
-        self._state = state
-        self._feed = feed
-
-    def find(self, call: Records, peer: RpcPeer) -> list[DecisionRecord]:
-        wanted = RecordFilter(outcome=call.outcome, tenant=call.tenant, worker=call.worker)
-        return self._state.records.find(wanted, call.limit)
-
-    async def explain(self, call: ExplainRequest, peer: RpcPeer) -> list[ExplainedRecord]:
-        wanted = RecordFilter(tenant=call.tenant)
-        found = [kept for kept in self._state.records.of_client(call.request_id) if wanted.matches(kept)]
-        return [await self._explained(kept) for kept in found]
-
-    async def _explained(self, kept: KeptRecord) -> ExplainedRecord:
-        answer = None
-        if kept.missed is not None and self._feed is not None:
-            answer = await self._feed.why(object_key(kept.missed))
-        return ExplainedRecord(kept.record, tuple(explain(kept.record, self._state.block_tokens, answer)))
-
-    async def export(self, call: ExportTrace, peer: RpcPeer) -> AsyncIterator[bytes]:
-        """Raise ConfigError if the pool's blocks cannot be regrouped to that size."""
-        config = ExportConfig(self._state.block_tokens, call.trace_block_tokens)
-        export, encoder, chunk = TraceExport(config), msgspec.json.Encoder(), bytearray()
-        for kept in self._state.records.select(RecordFilter(tenant=call.tenant)):
-            line = export.line(kept)
-            if line is None:
-                continue
-            chunk += encoder.encode(line) + b"\n"
-            if len(chunk) >= _CHUNK_NBYTES:
-                yield bytes(chunk)
-                chunk.clear()
-                await asyncio.sleep(0)  # let other calls run
-        if chunk:
-            yield bytes(chunk)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 
 from moonpool.base.cluster import AssignedRole, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound, PromptTooLong
 from moonpool.conductor.admission.controller import AdmissionController
 from moonpool.conductor.admission.forms import AdmittedRequest, Cause, DecodeNow, RefusedRequest
-from moonpool.conductor.costs import CostModels, RequestErrors
+from moonpool.conductor.costs import RequestErrors
 from moonpool.conductor.crossover import crossover
 from moonpool.conductor.demand import UnmetDemand, UnmetWork
 from moonpool.conductor.elastic import ElasticRule, aimed_ttft_s
@@ -27,10 +27,13 @@ from moonpool.conductor.messages import (
     WorkerRef,
     WorkerStatus,
 )
+from moonpool.conductor.placement.decode_side import DecodeSide, prompt_nbytes
+from moonpool.conductor.placement.kinds import WorkerKinds
+from moonpool.conductor.placement.paths import PoolPaths
 from moonpool.conductor.placement.pipelines import choose_pipeline
 from moonpool.conductor.placement.policy import Chooser, PlacementChoice, PlacementInput, PolicyConfig, make_policy
 from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
-from moonpool.conductor.placement.pricing import PlacementRequest, Pricing, replicated
+from moonpool.conductor.placement.pricing import PlacementRequest, replicated
 from moonpool.conductor.placement.resuming import may_resume, resumed
 from moonpool.conductor.placement.tables import DecodeTable, PrefillTable, Slots
 from moonpool.conductor.placement.traffic import Traffic
@@ -52,20 +55,23 @@ class ConductorState:
 
     def __init__(self, policy: PolicyConfig, index: PrefixIndex, num_records: int) -> None:
         self.index = index
-        self.costs = CostModels()
+        self._kinds = WorkerKinds()
+        self.costs = self._kinds.first  # of the kind of worker that registered first, usually the only one
         self.records = RecordStore(num_records)
         self.counters: Counter[str] = Counter()
         self.refused: Counter[Cause] = Counter()
         self.traffic = Traffic()
+        self.paths = PoolPaths()
         self.unmet = UnmetDemand(aimed_ttft_s(policy.targets))
-        self.roles = RoleAssignments(ElasticRule(policy.targets, self.costs.decode_step_s), self.unmet)
+        self.roles = RoleAssignments(ElasticRule(policy.targets, self._kinds.decode_step_s), self.unmet)
         self.prefills, self.decodes = PrefillTable(), DecodeTable()
         self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
-        self._admission = AdmissionController(policy.targets, self.costs.decode_step_s)
+        self._admission = AdmissionController(policy.targets, self._kinds.decode_step_s)
         self._pool_sources = policy.pool_sources
-        self.set_pool_nodes(1)
+        self.set_pool_nodes({})
         self._decode_slots = Slots()
         self._request_errors = RequestErrors()
+        self._decode_side = DecodeSide(self.costs)
         self._max_tokens = 0  # the tokens that the largest worker can hold
         self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same on all workers
         self._step_tokens = 0  # of the prefill worker that registered last
@@ -74,9 +80,10 @@ class ConductorState:
         self._open: dict[str, OpenRequest] = {}
         self._num_joined = 0
 
-    def set_pool_nodes(self, num_nodes: int) -> None:
-        """Set the number of nodes that pulls come from, unless the policy has a fixed number."""
-        self.traffic.num_sources = self._pool_sources or max(1, num_nodes)
+    def set_pool_nodes(self, hosts: Mapping[str, str]) -> None:
+        """Set the nodes that pulls come from, with their machines. The policy may have a fixed number of sources."""
+        self.paths.set_nodes(hosts)
+        self.traffic.num_sources = self._pool_sources or max(1, len(hosts))
 
     @property
     def num_open(self) -> int:
@@ -100,9 +107,14 @@ class ConductorState:
     def policy(self) -> str:
         return self._chooser.policy.name
 
+    @property
+    def pulls(self) -> bool:
+        """Whether workers may take blocks from the pool."""
+        return self._chooser.policy.pulls
+
     def predictions(self) -> tuple[PredictionError, ...]:
         """Return the errors of each cost model, of whole requests, and of the forecast."""
-        windows = (*self.costs.errors.values(), *self._request_errors.windows.values(), self._admission.errors)
+        windows = (*self._kinds.errors(), *self._request_errors.windows.values(), self._admission.errors)
         return tuple(window.summary() for window in windows)
 
     def fetch_or_compute(self) -> FetchOrCompute | None:
@@ -139,8 +151,10 @@ class ConductorState:
         slot = self.index.add_worker(info.name, info.num_pages) if is_prefill else self._decode_slots.allocate()
         ref = WorkerRef(info.name, info.address, info.incarnation)
         worker = Registration(info, WorkerLoad(free_pages=info.num_pages), slot, ref)
+        self._kinds.add(info.kind, slot, is_prefill=is_prefill)
         if is_prefill:
             self.prefills.add(slot, info.name)
+            self.paths.add(info.host, slot)
         else:
             self.decodes.add(slot, info.name, info.max_num_seqs)
             self._update_decode(worker)
@@ -152,6 +166,7 @@ class ConductorState:
         if self._workers.get(name) is not worker:
             return
         del self._workers[name]
+        self._kinds.drop(worker.info.kind, worker.slot, is_prefill=worker.is_prefill)
         self._update_max_tokens()
         if not worker.is_prefill:
             self.decodes.drop(worker.slot)
@@ -160,6 +175,7 @@ class ConductorState:
         else:
             self.index.drop_worker(name)
             self.prefills.drop(worker.slot)
+            self.paths.drop(worker.info.host, worker.slot)
             for request in self._open.values():
                 if request.prefill is worker:
                     self.traffic.end(request.request_id)
@@ -175,7 +191,8 @@ class ConductorState:
         if worker is None or worker.info.incarnation != call.incarnation:
             raise NotFound(f"worker {call.name} is not registered with this incarnation")
         worker.load = call.load
-        self.costs.learn(call.prefills, call.decodes, call.pulls)
+        costs = self._kinds.of(worker.info.kind)
+        costs.learn(call.prefills, call.decodes, call.pulls)
         if not worker.is_prefill:
             self._update_decode(worker)
         elif not self.index.report(call.name, call.sequence, call.cached, call.dropped):
@@ -183,7 +200,7 @@ class ConductorState:
             raise NotFound(f"reports of {call.name} before {call.sequence} are missing; register again")
         elif worker.info.num_conductors > 1:
             tokens = call.load.waiting_tokens
-            worker.backlog.set_reported(self.costs.prefill_s(tokens, 0) if tokens else 0.0, now_s)
+            worker.backlog.set_reported(costs.prefill_s(tokens, 0) if tokens else 0.0, now_s)
             self.prefills.update(worker.slot, worker.backlog)
         return self.roles.answer(worker.info)
 
@@ -288,6 +305,7 @@ class ConductorState:
         self._request_errors.add(kept.record)
         if request is not None:
             kept.missed = first_missed(request.keys, request.num_tokens, call.cached_tokens, self.block_tokens)
+            self._decode_side.learn(call, -(-request.num_tokens // self.block_tokens) * self._block_shape[1])
 
     def owner_gone(self, owner: Hashable, now_s: float) -> None:
         """Remove all requests of a front end that has disconnected."""
@@ -314,12 +332,14 @@ class ConductorState:
                 excluded.append(worker.slot)
         leading = self.index.leading(prints, among)
         request = PlacementRequest(call.num_tokens, call.max_tokens, *self._block_shape, self._step_tokens)
-        prices = Pricing(request, leading, self.costs, self.traffic)
-        inputs = PlacementInput(request, leading, queue_s, self.prefills, prices, self.traffic)
-        choice = self._chooser.choose(inputs, self.decodes, excluded, self.costs)
+        paths = self.paths if self._chooser.policy.by_node else None
+        prices, kinds = self._kinds.prices(request, leading, self.traffic, paths)
+        inputs = PlacementInput(request, leading, queue_s, self.prefills, prices, self.traffic, kinds)
+        choice = self._chooser.choose(inputs, self.decodes, excluded, self._kinds)
         if self.records.num_attempts(call.request_id) <= 1:  # a second one depends on one worker alone
             choice = choose_pipeline(choice, call.num_tokens, self._workers.values(), queue_s, self.costs)
-        return inputs, choice
+        decode = self._workers[self.decodes.names[choice.decode_slot]]
+        return inputs, self._decode_side.add_waits(choice, request, *decode.decode_pages)
 
     def _dispatch(
         self, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float, waited_s: float
@@ -336,9 +356,13 @@ class ConductorState:
             self.counters["pipelined"] += 1  # its blocks go to the pool, and stay in no worker's pages
         elif not resumes:
             self._expect_blocks(choice, inputs, prints)
-        if best.pulled_blocks:
-            start_s, nbytes = now_s + best.queue_s, best.pulled_blocks * inputs.request.block_nbytes
+        if best.pulled_blocks and choice.plan.far:
+            far = min(best.pulled_blocks, choice.plan.far)  # pulls on one machine slow no others down
+            start_s, nbytes = now_s + best.queue_s, far * inputs.request.block_nbytes
             self.traffic.expect(call.request_id, prefill.slot, nbytes, start_s, start_s + best.transfer_s)
+        if prefill.info.host in self.paths.sources and call.max_tokens > 1 and not resumes:
+            start_s, nbytes = now_s + best.queue_s, prompt_nbytes(inputs.request)
+            self.traffic.expect_handoff(call.request_id, prefill.info.host, nbytes, start_s, start_s + best.service_s)
         tokens, pages = call.num_tokens, inputs.request.num_pages
         request = self._open[call.request_id] = OpenRequest(
             call.request_id, owner, call.keys, prints, tokens, pages, None if resumes else prefill, decode, stages
@@ -372,6 +396,7 @@ class ConductorState:
         if request is None:
             return None
         self._admission.ended(request_id, now_s, output_tokens)
+        self.traffic.end_handoff(request_id)
         self._leave_backlogs(request, now_s)
         if request.prefill is not None and not request.stages:
             self.index.unexpect(request.prefill.info.name, request.prints)

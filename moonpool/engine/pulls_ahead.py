@@ -11,12 +11,15 @@ given up before a running sequence is preempted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from moonpool.base.errors import NoSpace
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.sequence import AdmittedSequence, Sequence
+from moonpool.engine.sequence_queues import SequenceQueues
+
+_MAX_SHARE = 0.25  # of the pages, for prompts that wait
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +35,19 @@ class PullAhead:
     @property
     def request_id(self) -> str:
         return self.wanted.request_id
+
+
+def prompts_that_wait(pages: PageManager, ahead: PullsAhead, queues: SequenceQueues) -> Iterator[tuple[Sequence, int]]:
+    """Yield the prompts that wait and have blocks in the pool, in order of arrival, each with the number of pages that
+    a pull for it may have: a share of all pages for such prompts, and a page per running sequence stays free. The
+    caller begins the pull before it takes the next prompt."""
+    left = 1
+    for sequence in queues.waiting:
+        if sequence.prefill_only and sequence.num_pool_blocks:
+            if left > 0:
+                budget = int(pages.num_pages * _MAX_SHARE) - ahead.num_pages
+                left = max(0, min(budget, pages.num_available - queues.num_running))
+            yield sequence, left
 
 
 class PullsAhead:
@@ -54,6 +70,11 @@ class PullsAhead:
         """Return whether blocks are being brought for this sequence; it should not enter the batch before."""
         pull = self._pulls.get(request_id)
         return pull is not None and not pull.is_over
+
+    def end_of(self, request_id: str) -> int:
+        """Return how many leading blocks of the sequence are here or on their way; 0 without a pull."""
+        pull = self._pulls.get(request_id)
+        return 0 if pull is None else pull.wanted.num_local_blocks + len(pull.wanted.blocks)
 
     def first_ready(self, waiting: Iterable[Sequence]) -> Sequence | None:
         """Return the first of the sequences for which no pull is under way."""

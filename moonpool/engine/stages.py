@@ -48,7 +48,6 @@ class PipelineShape(NamedTuple):
 
     num_stages: int
     step_tokens: int  # that a worker computes at once; 0: any number
-    block_tokens: int
 
 
 def best_chunk_tokens(shape: PipelineShape, num_tokens: int, work_s: float, fixed_s: float) -> int:
@@ -56,13 +55,13 @@ def best_chunk_tokens(shape: PipelineShape, num_tokens: int, work_s: float, fixe
     more. Many chunks keep all stages busy, few chunks cost less.
 
     With m chunks the time is (work + m fixed) / stages * (1 + (stages - 1) / m), which is smallest at the square root
-    below. A chunk is a whole number of blocks if it is as long as one.
+    below. Chunks need not end where blocks end: 1,500 tokens in chunks of one block of 128 would be twelve, not eight.
     """
     best = math.sqrt((shape.num_stages - 1) * work_s / fixed_s) if fixed_s > 0 else MAX_CHUNKS
     number = round(min(max(best, MIN_CHUNKS), MAX_CHUNKS))
-    tokens = max(1, num_tokens // number)
-    tokens = min(tokens, shape.step_tokens or tokens)
-    return tokens - tokens % shape.block_tokens if tokens >= shape.block_tokens else tokens
+    # Rounded up there is no short last chunk; of a short prompt that would make too few.
+    tokens = -(-num_tokens // number) if num_tokens >= number * number else num_tokens // number
+    return min(max(1, tokens), shape.step_tokens or num_tokens)
 
 
 def pipeline_s(chunk_s: Sequence[float], num_stages: int, boundary_s: float = 0.0) -> float:

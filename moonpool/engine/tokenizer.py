@@ -98,7 +98,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes tokens one by one. All pushes and the flush together give the text that decode gives for all tokens.
+    """Decodes tokens as they come. All pushes and the flush together give the text that decode gives for all tokens.
 
     A character is returned when all its bytes are there. Each push decodes only a short window: the tokens since the
     last whole character and, because some tokenizers look at a token's neighbour, the tokens before them.
@@ -109,29 +109,29 @@ class StreamDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._num_context = 0  # leading tokens of the window whose text was returned
-        self._num_emitted = 0  # characters of the window's text that were returned
+        self._num_emitted = 0  # characters of the window's text that were returned; if `_is_whole`, all of them
+        self._is_whole = True
 
-    def push(self, token: int) -> str:
+    def push(self, *tokens: int) -> str:
         """Return the new whole characters; often one word, sometimes nothing."""
-        self._window.append(token)
+        if self._is_whole:
+            self._num_emitted = len(self._decode(self._window)) if self._window else 0
+        self._window += tokens
         text = self._decode(self._window)
         whole = text.rstrip(_UNFINISHED)
         new = whole[self._num_emitted :]
         self._num_emitted = max(self._num_emitted, len(whole))
-        if len(whole) == len(text):
-            self._advance()
+        self._is_whole = len(whole) == len(text)
+        if self._is_whole:
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
         return new
 
     def flush(self) -> str:
         """Return the rest of the text after the last token."""
-        rest = self._decode(self._window)[self._num_emitted :]
-        self._window, self._num_context, self._num_emitted = [], 0, 0
+        rest = "" if self._is_whole else self._decode(self._window)[self._num_emitted :]
+        self._window, self._num_context, self._num_emitted, self._is_whole = [], 0, 0, True
         return rest
-
-    def _advance(self) -> None:
-        self._window = self._window[self._num_context :]
-        self._num_context = len(self._window)
-        self._num_emitted = len(self._decode(self._window))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)

@@ -52,6 +52,14 @@ class Built:
     scheduler: Scheduler
 
 
+def worker_kind(config: WorkerConfig) -> str:
+    """Return what the worker computes with, for cost models: the GPU's name, or the CPU with a fixed number of threads
+    if it has one."""
+    if config.gpu is not None:
+        return torch.cuda.get_device_name(config.gpu)
+    return "cpu" if config.threads is None else f"cpu, {config.threads} threads"
+
+
 def build(config: WorkerConfig, incarnation: int) -> Built:
     """Load the model and allocate its KV memory. Raise ModelError, NoSpace or ConfigError with text for the user."""
     _require_device(config)

@@ -307,6 +307,7 @@ class DecodeRole:
             seconds = self._clock.now_s() - self._step_started_s
             if all(len(chunk.tokens) == 1 for chunk in self._step_chunks):
                 self._samples.decodes.append(DecodeSample(len(self._step_chunks), kv_tokens, seconds))
+                self._samples.times.decode_step.observe(seconds)
             self._step_chunks = ()
 
     # -- around a step (roles.py), on the engine's thread ---------------------------------------------------------

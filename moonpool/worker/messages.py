@@ -76,6 +76,7 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
     ssd_tokens: int = 0  # of `pool_tokens`, read from SSD
     remote_tokens: int = 0  # of `pool_tokens`, read from the memory of another machine
     pull_s: float = 0.0
+    pull_layers_s: tuple[float, ...] = ()  # as PrefillParts of the conductor has them
     handoff_s: float = 0.0  # from the last token until the decode worker had all of the KV
 
 

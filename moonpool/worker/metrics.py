@@ -15,6 +15,8 @@ from moonpool.base.metrics import TIME_BUCKETS_S
 from moonpool.worker.kv_link.pull_job import PullResult
 from moonpool.worker.messages import WorkerStats
 
+# Failures that are on the page before they happen, so that Prometheus sees the first one as an increase.
+_USUAL_FAILURES = ("unavailable", "peer_lost", "deadline_exceeded", "corrupt", "no_space", "outbox_full")
 _MAX_SAMPLES = 64  # of each kind
 _GAUGES = {
     "num_pages": "KV pages in all",
@@ -42,9 +44,10 @@ class WorkerTimes:
         self.prefill = _histogram("prefill", "computing a prompt, waits for the pool included")
         self.pull = _histogram("pull", "pulling a request's blocks from the pool")
         self.handoff = _histogram("handoff", "from a prompt's last token until the decode worker has all of its KV")
+        self.decode_step = _histogram("decode_step", "one step of the batch, each sequence one token")
 
     def register(self, registry: CollectorRegistry) -> None:
-        for each in (self.queue, self.prefill, self.pull, self.handoff):
+        for each in (self.queue, self.prefill, self.pull, self.handoff, self.decode_step):
             registry.register(each)
 
 
@@ -65,7 +68,7 @@ class WorkerCollector(Collector):
         failures = CounterMetricFamily(
             "moonpool_worker_kv_failures", "pulls, puts and hand-offs that failed", labels=["code"]
         )
-        for code, count in stats.pull_failures.items():
+        for code, count in {**dict.fromkeys(_USUAL_FAILURES, 0), **stats.pull_failures}.items():
             failures.add_metric([code], count)
         yield failures
 
@@ -93,7 +96,8 @@ class Samples:
             self.pull_failures[result.failure.code] += 1
         if result.nbytes:
             self.times.pull.observe(result.seconds)
-            self.add_pull_sample(PullSample(result.nbytes, result.seconds, result.ssd_nbytes), now_s)
+            sample = PullSample(result.nbytes, result.seconds, result.ssd_nbytes, result.node, result.is_near)
+            self.add_pull_sample(sample, now_s)
 
     def add_pull_sample(self, sample: PullSample, now_s: float) -> None:
         self.pulls.append(sample)

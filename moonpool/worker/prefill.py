@@ -54,6 +54,7 @@ class Prompt:
 
 # A pull is given up when it takes this many times as long as computing the same tokens.
 _MAX_PULL_RATIO = 2.0
+_MOST_TIMES = 32  # of the layers of one pull
 
 
 class PrefillRole:
@@ -229,6 +230,7 @@ class PrefillRole:
             ssd_tokens=0 if prompt.pulled is None else prompt.pulled.num_ssd * self._block_tokens,
             remote_tokens=0 if prompt.pulled is None else prompt.pulled.num_remote * self._block_tokens,
             pull_s=0.0 if prompt.pulled is None else prompt.pulled.seconds,
+            pull_layers_s=() if prompt.pulled is None else thinned(prompt.pulled.layers_s),
         )
 
     # -- around and inside a step (roles.py and LayerHooks), on the engine's thread -----------------------------
@@ -317,6 +319,13 @@ class PrefillRole:
         """Compute the prompt in other pages and without the pool: the puller may still write to its current pages."""
         self._scheduler.cancel(name)
         self._scheduler.add(self.sequence(prompt.spec))
+
+
+def thinned(layers_s: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the times at which equal parts of the layers were in place, at most _MOST_TIMES: records are kept, and
+    models may have many layers."""
+    parts = min(len(layers_s), _MOST_TIMES)
+    return tuple(layers_s[(part + 1) * len(layers_s) // parts - 1] for part in range(parts))
 
 
 def engine_name(spec: RequestSpec) -> str:

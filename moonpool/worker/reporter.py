@@ -138,6 +138,7 @@ class WorkerReporter:
         self._must_start_over, self._on_assigned = must_start_over, on_assigned
         self._interval_s = interval_s
         self.registered = asyncio.Event()
+        self.leaves = asyncio.Event()  # the conductor knows
 
     async def run(self) -> None:
         """Stay registered until cancelled."""
@@ -164,6 +165,11 @@ class WorkerReporter:
         be listed, or the role has changed."""
         info = self._info()
         await client.call(RegisterWorker(info=info))
+        if info.leaves:  # the connection alone says that this worker is still there
+            self.registered.set()
+            self.leaves.set()
+            await client.closed.wait()
+            return
         sequence, silent_s = 1, 0.0
         load: WorkerLoad | None = None
         while sequence == 1 or not (self._must_start_over() or self._info() != info):
@@ -208,6 +214,14 @@ async def any_registered(reporters: Sequence[WorkerReporter]) -> None:
     finally:
         for task in waiting:
             task.cancel()
+
+
+async def leave_all(reporters: Sequence[WorkerReporter], timeout_s: float) -> None:
+    """Return when all conductors that can be reached know that this worker leaves, or when the time is over."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for each in reporters:
+                await each.leaves.wait()
 
 
 async def tell_all(addresses: Sequence[str], call: Call[None]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from moonpool.base.address import split_addresses
@@ -38,7 +39,8 @@ from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 from moonpool.transfer.config import check_numa_node, describe_segment, warn_if_open
 from moonpool.transfer.engine import TransferEngine
-from moonpool.worker.build import Built, build, choose_threads, follow_share
+from moonpool.transfer.memory.location import host_id
+from moonpool.worker.build import Built, build, choose_threads, follow_share, worker_kind
 from moonpool.worker.calibration import calibrate
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.decode import DecodeRole
@@ -72,7 +74,15 @@ from moonpool.worker.moving import AnswerMover
 from moonpool.worker.pipeline.stage_runner import StageRunner
 from moonpool.worker.pipeline.wiring import connect_stages
 from moonpool.worker.prefill import PrefillRole
-from moonpool.worker.reporter import ReportSource, WorkerReporter, any_registered, has_others, make_reporters, tell_all
+from moonpool.worker.reporter import (
+    ReportSource,
+    WorkerReporter,
+    any_registered,
+    has_others,
+    leave_all,
+    make_reporters,
+    tell_all,
+)
 from moonpool.worker.roles import BothRoles
 
 _LOG = logging.getLogger(__name__)
@@ -89,6 +99,7 @@ class Worker:
         self.incarnation = time.time_ns()
         self._closers = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
+        self._reporters: list[WorkerReporter] = []
         self._server: RpcServer | None = None
         self._address = ""
         self._writers: set[RpcPeer] = set()
@@ -110,22 +121,20 @@ class Worker:
         self._server = RpcServer(WORKER_SERVICE, self._handlers(), name=self.config.name, incarnation=self.incarnation)
         self._address = self._stages.address = await self._server.listen(self.config.address)
         self._loop.start()
-        reporters = self._make_reporters(built)
-        self._tasks += [asyncio.create_task(each.run(), name="reporter") for each in reporters]
+        self._reporters = self._make_reporters(built)
+        self._tasks += [asyncio.create_task(each.run(), name="reporter") for each in self._reporters]
         if self._is_prefill_at_first and self.config.calibration_s > 0:
             self._tasks.append(asyncio.create_task(self._keep_measuring(), name="pool probe"))
         if self.config.threads is None and self.config.gpu is None:
             self._tasks.append(asyncio.create_task(follow_share(threads, presence, self._loop.post), name="cores"))
-        await any_registered(reporters)
+        await any_registered(self._reporters)
         return self._address
 
     async def drain(self) -> None:
-        """Leave the conductor, so that no new request comes, and return when all that were sent here have ended or gone
-        on elsewhere."""
-        reporters = [task for task in self._tasks if task.get_name() == "reporter"]
-        for task in reporters:
-            task.cancel()
-        await asyncio.gather(*reporters, return_exceptions=True)
+        """Tell the conductors that this worker leaves, so that no new request comes, and return when all that were sent
+        here have ended or gone on elsewhere. A conductor that starts meanwhile is told too."""
+        self._assigned = msgspec.structs.replace(self._assigned, leaves=True)
+        await leave_all(self._reporters, _ON_THEIR_WAY_S)
         self._mover.start()
         idle, wait_s = False, _ON_THEIR_WAY_S
         while not idle:
@@ -297,7 +306,10 @@ class Worker:
             fixed=self._assigned.fixed,
             lease=self._assigned.lease,
             num_conductors=len(self._conductors),
+            leaves=self._assigned.leaves,
+            kind=worker_kind(config),
             pipeline=config.pipeline,
+            host=host_id(),
         )
 
     def _make_reporters(self, built: Built) -> list[WorkerReporter]:
@@ -314,6 +326,8 @@ class Worker:
         """Take the role that the conductor asks for. Prompts go on to their end, answers here or elsewhere."""
         if assigned.lease < self._assigned.lease:
             _LOG.warning("refuses to be a %s worker: lease %d has ended", assigned.role, assigned.lease)
+            return
+        if self._assigned.leaves:
             return
         if assigned.leaves:
             if not any(task.get_name() == "leave" for task in self._tasks):

@@ -196,15 +196,18 @@ def test_stat_tells_the_hit_rate_in_words_and_as_a_number(master: str) -> None:
     moonpool(master, "rm", "hit", "--force")
 
 
-async def test_stat_tells_of_workers(master: str, tmp_path: Path) -> None:
+async def test_stat_tells_of_workers(master: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock"))
     address = await conductor.start()
     worker = await AsyncClient.connect(address, CONDUCTOR_SERVICE)
     await worker.call(RegisterWorker(info=WORKER))
     shown = (await asyncio.to_thread(moonpool, master, "stat", "--conductor", address)).stdout.decode()
+    monkeypatch.setenv("MOONPOOL_CONDUCTOR", address)
+    by_environment = (await asyncio.to_thread(moonpool, master, "stat")).stdout.decode()
     worker.close()
     await conductor.close()
-    assert re.search(r"\n1 worker\n  p0  prefill, 0 running, 0 waiting, \d+ of 101 KV pages free\n", shown), shown
+    for text in (shown, by_environment):
+        assert re.search(r"\n1 worker\n  p0  prefill, 0 running, 0 waiting, \d+ of 101 KV pages free\n", text), text
 
 
 def test_rm_after_get_says_when_the_lease_ends(master: str) -> None:

@@ -27,9 +27,11 @@ from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.messages import (
     BeforeDecode,
     Decision,
+    DecisionRecord,
     ExplainRequest,
     ExportTrace,
     PrefillEnded,
+    RecordRows,
     Records,
     RequestEnded,
     Route,
@@ -213,6 +215,9 @@ async def test_records_are_found_explained_and_exported(live: Live) -> None:
         await front_end.call(RequestEnded(request_id=f"abc-{number}" if number else "one", output_tokens=5, ttft_s=0.5))
     assert [one.request_id for one in await front_end.call(Records(tenant="a"))] == ["one", "abc-1"]
     assert await front_end.call(Records(outcome="overloaded")) == []
+    rows = await front_end.call(RecordRows(wanted=Records(tenant="a")))
+    as_json = [msgspec.json.decode(each.json, type=DecisionRecord) for each in rows]
+    assert as_json == await front_end.call(Records(tenant="a"))
     [explained] = await front_end.call(ExplainRequest(request_id="one"))
     assert explained.lines[0].startswith("Request one: 640 prompt tokens")
     both = await front_end.call(ExplainRequest(request_id="abc"))

@@ -288,7 +288,8 @@ def test_errors_of_whole_requests_are_kept() -> None:
     errors = {one.model: one for one in state.predictions()}
     assert (errors["ttft"].count, errors["ttft"].p50, errors["ttft"].bias) == (1, pytest.approx(1), pytest.approx(1))
     assert (errors["tbt"].count, errors["tbt"].p90) == (1, pytest.approx(0))
-    assert set(errors) == {"prefill", "decode", "transfer", "transfer_ssd", "ttft", "tbt", "decode_load"}
+    models = {"prefill", "decode", "transfer", "transfer_ssd", "handoff"}
+    assert set(errors) == models | {"ttft", "tbt", "decode_load"}
 
 
 def test_fetch_or_compute_by_what_was_measured() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moonpool.base.cluster import PullSample
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.conductor.costs import CostModels, LearnedCost
+from moonpool.conductor.placement.kinds import WorkerKinds
 from moonpool.conductor.placement.policy import (
     POLICY_NAMES,
     Chooser,
@@ -88,7 +89,7 @@ class World:
         return Chooser(make_policy(config, random.Random(config.seed)))
 
     def choose(self, chooser: Chooser | None = None, **config) -> PlacementChoice:
-        return (chooser or self.chooser(**config)).choose(self.inputs, self.decodes, (), self.costs)
+        return (chooser or self.chooser(**config)).choose(self.inputs, self.decodes, (), WorkerKinds(self.costs))
 
 
 PREFILLS = st.lists(st.builds(Prefill, st.integers(0, 20), st.floats(0, 5), st.integers(1, 3)), min_size=1, max_size=9)

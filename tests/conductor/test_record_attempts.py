@@ -42,7 +42,7 @@ def record(state: ConductorState) -> DecisionRecord:
 def test_the_end_and_the_parts_of_a_request(state: ConductorState) -> None:
     send(state, 10.0)
     assert record(state).ended_at_s is None
-    parts = PrefillParts(queue_s=0.1, pull_s=0.2, compute_s=0.3, handoff_s=0.05)
+    parts = PrefillParts(queue_s=0.1, pull_s=0.2, compute_s=0.3, handoff_s=0.05, pull_layers_s=(0.1, 0.2))
     found = end(state, 12.5, ssd_tokens=3, remote_tokens=4, parts=parts)
     assert found.ended_at_s == WALL_S + 12.5
     assert (found.ssd_tokens, found.remote_tokens, found.parts) == (3, 4, parts)

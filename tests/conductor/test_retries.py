@@ -42,6 +42,13 @@ def test_living_workers_may_fail_it_only_so_often() -> None:
     assert retries.failed == {"w0", "w1"}
 
 
+def test_a_front_end_that_is_cut_off_does_not_wait() -> None:
+    for has_tokens in (False, True):
+        retries = begun()
+        assert retries.refused(0.0, for_load=False, has_tokens=has_tokens) is not None, "workers may start again"
+        assert retries.refused(0.0, for_load=False, has_tokens=has_tokens, is_cut_off=True) is None
+
+
 def test_after_two_deaths_it_runs_alone_and_a_third_gives_it_up() -> None:
     retries = begun()
     assert retries.lost(["w0"], Loss.DIED) is not None

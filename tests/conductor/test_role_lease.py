@@ -114,6 +114,7 @@ def test_a_drained_worker_leaves_once() -> None:
     state.roles.drain("p1", state.workers)
     with pytest.raises(InvalidInput, match="p0 is the only prefill worker"):
         state.roles.drain("p0", state.workers)
+    state.roles.drain("p1", [one for one in state.workers if one.info.name != "p0"])  # said again after p0 has died
     answer = state.roles.answer(infos(incarnation=1)[1])
     assert answer is not None
     assert answer.leaves
@@ -135,6 +136,21 @@ def test_requests_of_other_conductors_are_seen_in_reports() -> None:
     assert backlog.wait_s(11.0) == 0.5
     backlog.remove("own", 11.0)
     assert backlog.wait_s(11.0) == 0.0
+
+
+def test_a_worker_says_itself_that_it_leaves() -> None:
+    state = make_state(7)
+    register(state, *infos())
+    leaver = info("p1", leaves=True, lease=5)
+    state.roles.worker_leaves(leaver)
+    assert state.roles.leaving == {"p1": leaver}
+    state.roles.leaver_gone(info("p1", leaves=True, lease=5))
+    assert state.roles.leaving, "an earlier connection of the same worker has ended"
+    state.roles.worker_left(WorkerLeft(name="p1", incarnation=leaver.incarnation), ())
+    state.roles.leaver_gone(leaver)
+    assert (state.roles.leaving, state.roles.left) == ({}, {"p1"})
+    register(state, info("p1", incarnation=2))
+    assert not state.roles.left, "it was started again"
 
 
 def test_the_rule_is_only_for_the_holder() -> None:

@@ -51,7 +51,7 @@ def test_spans_cover_all_layers_evenly(num_layers: int, num_stages: int) -> None
 def test_a_prompt_is_cut_into_at_least_eight_chunks(
     num_tokens: int, num_stages: int, step_tokens: int, work_s: float, fixed_s: float
 ) -> None:
-    shape = PipelineShape(num_stages, step_tokens, 16)
+    shape = PipelineShape(num_stages, step_tokens)
     tokens = best_chunk_tokens(shape, num_tokens, work_s, fixed_s)
     bounds = chunk_bounds(num_tokens, tokens)
     assert len(bounds) >= MIN_CHUNKS
@@ -63,13 +63,18 @@ def test_a_prompt_is_cut_into_at_least_eight_chunks(
 
 def test_the_chunk_size_is_near_the_best_one() -> None:
     """No other number of chunks is more than a tenth faster by the formula that the size is derived from."""
-    shape, work_s, fixed_s = PipelineShape(2, 0, 1), 6.0, 0.03
+    shape, work_s, fixed_s = PipelineShape(2, 0), 6.0, 0.03
 
     def time_s(number: int) -> float:
         return pipeline_s([work_s / number + fixed_s] * number, 2)
 
     number = len(chunk_bounds(4096, best_chunk_tokens(shape, 4096, work_s, fixed_s)))
     assert time_s(number) < 1.1 * min(time_s(each) for each in range(MIN_CHUNKS, MAX_CHUNKS + 1))
+
+
+def test_no_chunk_is_cut_off_at_the_end_of_a_long_prompt() -> None:
+    assert best_chunk_tokens(PipelineShape(2, 0), 1500, work_s=3.5, fixed_s=0.12) == 188
+    assert len(chunk_bounds(1500, 188)) == MIN_CHUNKS
 
 
 def test_the_time_of_a_pipeline() -> None:

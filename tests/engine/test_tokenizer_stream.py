@@ -50,6 +50,8 @@ def test_streamed_text_is_whole_characters_and_adds_up(text: str) -> None:
 def test_streamed_garbage_adds_up_to_what_decode_gives(tokens: list[int]) -> None:
     stream = BYTES.stream()
     assert "".join(map(stream.push, tokens)) + stream.flush() == BYTES.decode(tokens)
+    grouped = "".join(stream.push(*tokens[at : at + 3]) for at in range(0, len(tokens), 3)) + stream.flush()
+    assert grouped == BYTES.decode(tokens), "however many tokens come at a time"
 
 
 @given(st.text(min_size=1, max_size=20))

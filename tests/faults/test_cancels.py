@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from tiny_cluster import Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
+from tiny_cluster import BLOCK_TOKENS, Answer, Gate, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
 from moonpool.frontend.attempt import Attempt
 from moonpool.worker.messages import RequestSpec
@@ -75,10 +76,11 @@ async def in_the_middle_of_decoding(cluster: TinyCluster, patch: pytest.MonkeyPa
 
 async def while_a_decoded_block_is_put(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:
     pool, role = cluster.decode0._pool, cluster.decode0.role
-    begin_step = role.begin_step
+    begin_step, steps = role.begin_step, itertools.count(1)
 
     def begin_step_or_wait(*args: Any) -> Any:
-        gate.follow()  # or all tokens might be out before the client leaves
+        # Or all tokens might be out before the block is put, or before the client leaves.
+        gate.follow(is_due=next(steps) > 2 * BLOCK_TOKENS)
         return begin_step(*args)
 
     patch.setattr(pool, "write", gate.around(pool.write))

@@ -36,7 +36,7 @@ PROMPTS = [prompt_of(20 + 9 * n, n) for n in range(4)]
 
 def slow_down(cluster: TinyCluster) -> None:
     """Let each step of a decode worker take a while, so that answers are under way when something happens."""
-    for name in ("decode0", "decode1"):
+    for name in cluster.workers.keys() & {"decode0", "decode1"}:
         engine = cluster.workers[name]._loop._engine
 
         def step(compute: Callable[[], Any] = engine.step) -> Any:
@@ -158,6 +158,35 @@ async def test_the_only_decode_worker_ends_its_answers_itself(tiny_model: str, o
         answers = await running.answers()
         check(answers, oracle, PARAMS)
         assert [answer.num_moves for answer in answers] == [0] * 4
+
+
+async def test_a_worker_that_drains_still_does_after_its_conductor_has_started_again(
+    tiny_model: str, oracle: Oracle
+) -> None:
+    """The new conductor learns from the worker's registration that it leaves, and in which role."""
+    async with tiny_cluster(tiny_model, num_decode=1, decode_pages=PAGES) as cluster:
+        slow_down(cluster)
+        state = cluster.conductor._state
+        await cluster.until(lambda: state.roles.lease() is not None, "it may change workers")
+        running = Running(cluster, PARAMS)
+        await running.all_have(5)
+        state.roles.drain("decode0", state.workers, force=True)
+        await cluster.until(lambda: "decode0" in state.roles.leaving, "it drains")
+        former = cluster.connections
+        await cluster.conductor.close()
+        await cluster.start_conductor()
+        state = cluster.conductor._state
+        await cluster.until(lambda: len(state.workers) == 1 and bool(state.roles.leaving), "both register again")
+        assert [worker.info.name for worker in state.workers] == ["prefill0"], "no request is sent to it"
+        assert (info := state.roles.leaving["decode0"]).role is WorkerRole.DECODE
+        assert info.incarnation == cluster.decode0.incarnation
+        assert cluster.stats("decode0").num_running > 0
+        check(await running.answers(), oracle, PARAMS)
+        await asyncio.wait_for(cluster.decode0.left(), 20)
+        assert state.roles.left == {"decode0"}
+        await cluster.kill("decode0")
+        await cluster.until(lambda: not state.roles.leaving, "it is gone")
+        await former.close()
 
 
 async def test_without_the_pool_answers_end_where_they_are(tiny_model: str, oracle: Oracle) -> None:

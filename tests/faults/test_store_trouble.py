@@ -352,13 +352,14 @@ def test_a_master_that_never_comes_back(nursery: Nursery) -> None:
         fleet.start_node("n0")
         client = fleet.client(rpc_timeout_s=1.0)
         assert put(client, 1)
+        assert put(client, 2)
         (view,) = client.view_many([b"key-1"])
         assert fleet.master is not None
         fleet.master.kill()
         for ask in (
-            lambda: client.get(b"key-1"),
+            lambda: client.get(b"key-2"),  # the place of key-1 is remembered
             lambda: client.exist_many([b"key-1"]),
-            lambda: put(client, 2),
+            lambda: put(client, 3),
             lambda: client.view_many([b"key-1"]),
         ):
             began_s = time.monotonic()

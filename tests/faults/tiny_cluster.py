@@ -433,8 +433,11 @@ class Gate:
         """For places that stop by themselves."""
         self._reached.set()
 
-    def follow(self) -> None:
-        """Stops too, if the call to stop has come; for what could run away meanwhile."""
+    def follow(self, is_due: bool = False) -> None:
+        """Stops too, if the call to stop has come; for what could run away meanwhile. If that call `is_due`, waits for
+        it first.
+        """
+        assert not is_due or self._reached.wait(20), "the gate was never reached"
         assert not self._reached.is_set() or self._open.wait(20), "a gate was never opened"
 
     async def reached(self) -> None:

@@ -22,6 +22,7 @@ from moonpool.worker.kv_link.pieces import HostPieces
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.kv_link.pull_job import PullJob, PullResult
+from moonpool.worker.prefill import thinned
 
 IDENTITY = bytes(range(32))
 NUM_BLOCKS = 4
@@ -99,8 +100,23 @@ def test_all_blocks_arrive_layer_by_layer(bench: Bench, puller: Puller) -> None:
     assert (result.num_good, result.failure) == (NUM_BLOCKS, None)
     assert result.nbytes == NUM_BLOCKS * LAYOUT.page_nbytes
     assert bench.layers == [(0, NUM_BLOCKS), (1, NUM_BLOCKS), (2, NUM_BLOCKS)]
+    assert len(result.layers_s) == LAYOUT.num_layers
+    assert 0 < result.layers_s[0] <= result.layers_s[1] <= result.layers_s[2] <= result.seconds
     assert bench.ended.wait(5)
     bench.check_pages(NUM_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "kept"), [(0, []), (1, [0]), (32, list(range(32))), (33, None), (80, None), (1000, None)]
+)
+def test_the_times_of_many_layers_are_thinned(num_layers: int, kept: list[float] | None) -> None:
+    found = list(thinned(tuple(range(num_layers))))
+    if kept is not None:
+        assert found == kept
+    else:
+        assert len(found) == 32
+        assert found == sorted(set(found))
+        assert found[-1] == num_layers - 1, "the last layer ends the pull"
 
 
 @pytest.mark.parametrize("layer", range(LAYOUT.num_layers))

@@ -32,7 +32,7 @@ def choose_pipeline(
         return single
     chosen = sorted(free, key=lambda one: (one[0], one[1].name))[:num_stages]
     info = chosen[0][1]
-    shape = PipelineShape(num_stages, info.step_tokens, info.block_tokens)
+    shape = PipelineShape(num_stages, info.step_tokens)
     chunk_tokens = best_chunk_tokens(shape, num_tokens, costs.prefill_s(num_tokens, 0), costs.prefill.terms[0])
     chunk_s = [costs.prefill_s(end, start) for start, end in chunk_bounds(num_tokens, chunk_tokens)]
     leader, *others = [info.name for _, info in chosen]  # the least busy one leads: it has the most to do

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -44,6 +44,7 @@ _FORMER_NAMES = {"global": "paper", "ours": "cost"}  # accepted until version 0.
 DEFAULT_QUEUE_CAPACITY = 256
 _MAX_COLUMNS = 256
 _FEW_SLOTS = 64
+_ELSEWHERE = "", -1  # the workers on machines without blocks of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,15 @@ class PlacementInput(NamedTuple):
     table: PrefillTable
     prices: Pricing
     traffic: Traffic
+    kinds: tuple[tuple[int, Pricing], ...] = ()  # with several kinds of workers: mask of slots, their prices
+
+    def parts(self) -> list[tuple[int, PlacementInput]]:
+        """Return (mask of slots, inputs with their prices) for each kind of worker."""
+        return [(mask, self._replace(prices=prices, kinds=())) for mask, prices in self.kinds] or [(-1, self)]
+
+    def at(self, slot: int) -> PlacementInput:
+        """Return the inputs with the prices of that worker."""
+        return next(part for mask, part in self.parts() if mask >> slot & 1)
 
 
 class Policy(Protocol):
@@ -113,6 +123,7 @@ class Policy(Protocol):
 
     name: str
     pulls: bool  # whether its workers may take blocks from the pool
+    by_node: bool  # whether it prices pulls by the node that they come from
 
     def pick(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]: ...
 
@@ -128,6 +139,14 @@ class PlacementChoice(NamedTuple):
     tbt_s: float
     candidates: tuple[Candidate, ...]
     max_pool_blocks: int | None
+
+
+class DecodeCosts(Protocol):
+    """What the choice of a decode worker costs: placement/kinds.py."""
+
+    def decode_rank_s(self, table: DecodeTable, num_tokens: int) -> Column: ...
+
+    def decode_of(self, slot: int) -> CostModels: ...
 
 
 class RoundRobinTies:
@@ -155,7 +174,7 @@ class Chooser:
         self._ties = RoundRobinTies()  # of decode workers
 
     def choose(
-        self, inputs: PlacementInput, decodes: DecodeTable, excluded: Sequence[int], costs: CostModels
+        self, inputs: PlacementInput, decodes: DecodeTable, excluded: Sequence[int], costs: DecodeCosts
     ) -> PlacementChoice:
         """Raise Unavailable when there is no prefill worker or no decode worker."""
         if not inputs.leading.groups:
@@ -163,15 +182,16 @@ class Chooser:
         decode, tbt_s = self.select_decode(inputs.request, decodes, excluded, costs)
         picked = self.policy.pick(inputs)
         candidates = tuple(_candidate(inputs, slot, plan) for slot, plan in picked)
-        plan = picked[0][1]
-        return PlacementChoice(plan, candidates[0], decode, tbt_s, candidates, self.policy.pool_limit(inputs, plan))
+        slot, plan = picked[0]
+        limit = self.policy.pool_limit(inputs.at(slot), plan)
+        return PlacementChoice(plan, candidates[0], decode, tbt_s, candidates, limit)
 
     def select_decode(
-        self, request: PlacementRequest, table: DecodeTable, excluded: Sequence[int], costs: CostModels
+        self, request: PlacementRequest, table: DecodeTable, excluded: Sequence[int], costs: DecodeCosts
     ) -> tuple[int, float]:
         """Return the slot with free pages and the smallest predicted TBT with this request in its batch, and that TBT.
         If no worker has free pages, choose among all of them: the request waits there."""
-        rank = table.rank_s(costs.decode.terms)
+        rank = costs.decode_rank_s(table, request.num_tokens)
         if excluded:
             rank = rank.copy()
             rank[excluded] = np.inf
@@ -183,7 +203,7 @@ class Chooser:
         if rank.item(slot) == math.inf:
             raise Unavailable("no decode worker is ready")
         num_seqs, kv_tokens = table.num_seqs.item(slot) + 1, table.kv_tokens.item(slot) + request.num_tokens
-        return slot, costs.decode_step_s(num_seqs, kv_tokens)
+        return slot, costs.decode_of(slot).decode_step_s(num_seqs, kv_tokens)
 
 
 def _candidate(inputs: PlacementInput, slot: int, plan: PricedPlacement) -> Candidate:
@@ -203,7 +223,7 @@ def _candidate(inputs: PlacementInput, slot: int, plan: PricedPlacement) -> Cand
 class _NoPulls:
     """The worker reuses its own pages only."""
 
-    pulls = False
+    pulls = by_node = False
 
     def pool_limit(self, inputs: PlacementInput, plan: PricedPlacement) -> int | None:
         return 0
@@ -247,14 +267,14 @@ class LeastLoaded(_NoPulls):
 class SmallestTtft:
     """What local, paper and cost share; they differ in the plan for a worker with a given run."""
 
-    name, pulls = "", True
+    name, pulls, by_node = "", True, False
 
     def __init__(self, config: PolicyConfig, rng: random.Random) -> None:
         self._config = config
         self._ties = RoundRobinTies()
         self._columns: dict[int, Column] = {}
 
-    def plan(self, inputs: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
+    def plan(self, inputs: PlacementInput, local: int, slot: int | None, machine: str) -> PricedPlacement:
         raise NotImplementedError
 
     def pool_limit(self, inputs: PlacementInput, plan: PricedPlacement) -> int | None:
@@ -274,17 +294,24 @@ class SmallestTtft:
         return [(one, _plan_of(plans, one)) for one in ranked]
 
     def _plans(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]:
-        """Return (mask of slots, their plan). Workers with the same run share a plan, except those that receive pulls
-        now: congestion makes each of these different."""
-        busy, pool, plans = inputs.traffic.busy_slots if self.pulls else {}, inputs.leading.pool, []
-        for local, mask in inputs.leading.groups:
-            if busy and local < pool:
-                for slot in [slot for slot in busy if mask >> slot & 1]:
-                    mask ^= 1 << slot
-                    plans.append((1 << slot, self.plan(inputs, local, slot)))
-            if mask:
-                plans.append((mask, self.plan(inputs, local, None)))
-        return plans
+        """Return (mask of slots, their plan). Workers of a kind with the same run share a plan, except those that
+        receive pulls now, which congestion makes different, and those that have some of the blocks on their machine."""
+        return [plan for among, part in inputs.parts() for plan in self._plans_of_kind(part, among)]
+
+    def _plans_of_kind(self, inputs: PlacementInput, among: int) -> Iterator[tuple[int, PricedPlacement]]:
+        busy, pool = inputs.traffic.busy_slots if self.pulls else {}, inputs.leading.pool
+        for local, slots in inputs.leading.groups:
+            mask = slots & among
+            machines = inputs.prices.machines(local) if self.pulls and local < pool else None
+            for machine, near in (*machines, _ELSEWHERE) if machines else (_ELSEWHERE,):
+                here = mask & near
+                mask ^= here
+                if busy and local < pool:
+                    for slot in [slot for slot in busy if here >> slot & 1]:
+                        here ^= 1 << slot
+                        yield 1 << slot, self.plan(inputs, local, slot, machine)
+                if here:
+                    yield here, self.plan(inputs, local, None, machine)
 
     def _ttft_s(self, inputs: PlacementInput, plans: list[tuple[int, PricedPlacement]]) -> Column:
         """Add the most common service time to every queue, then each other plan's difference to it where it applies."""
@@ -316,24 +343,24 @@ class Local(SmallestTtft):
     def pool_limit(self, inputs: PlacementInput, plan: PricedPlacement) -> int | None:
         return 0
 
-    def plan(self, inputs: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
+    def plan(self, inputs: PlacementInput, local: int, slot: int | None, machine: str) -> PricedPlacement:
         return inputs.prices.plan(local, 0, slot)
 
 
 class PaperAlgorithm(SmallestTtft):
     name = "paper"
 
-    def plan(self, inputs: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
+    def plan(self, inputs: PlacementInput, local: int, slot: int | None, machine: str) -> PricedPlacement:
         # best_len / prefix_len > threshold, written without the division, which an empty prefix would break.
         worth_it = inputs.leading.pool > self._config.kvcache_balancing_threshold * local
-        return inputs.prices.plan(local, inputs.leading.pool - local if worth_it else 0, slot)
+        return inputs.prices.plan(local, inputs.leading.pool - local if worth_it else 0, slot, machine=machine)
 
 
 class SmallestCost(SmallestTtft):
-    name = "cost"
+    name, by_node = "cost", True
 
-    def plan(self, inputs: PlacementInput, local: int, slot: int | None) -> PricedPlacement:
-        return inputs.prices.best_plan(local, slot)
+    def plan(self, inputs: PlacementInput, local: int, slot: int | None, machine: str) -> PricedPlacement:
+        return inputs.prices.best_plan(local, slot, machine)
 
     def pool_limit(self, inputs: PlacementInput, plan: PricedPlacement) -> int | None:
         limit = super().pool_limit(inputs, plan)
@@ -362,7 +389,7 @@ def _smallest(column: Column, count: int) -> list[int]:
 
 
 def _with_own_prefix(inputs: PlacementInput, slot: int) -> list[tuple[int, PricedPlacement]]:
-    return [(slot, inputs.prices.plan(inputs.leading.run_of(slot), 0, None))]
+    return [(slot, inputs.at(slot).prices.plan(inputs.leading.run_of(slot), 0, None))]
 
 
 def _num_slots(plan: tuple[int, PricedPlacement]) -> int:

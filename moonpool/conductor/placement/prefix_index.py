@@ -1,8 +1,9 @@
 """Knows which prefill workers, and which tiers of the pool, hold which blocks. Pure. A hint: it may be out of date.
 
 Each chain key has one entry, an int with one bit per holder. A worker has a slot, and its bit is `1 << slot`; the pool
-has two slots, for DRAM and for SSD. One walk down a prompt's keys gives the leading runs of all workers: the workers
-left in the mask hold every block so far, and the workers that drop out at the same key have the same run.
+has a slot for SSD and one for the DRAM of each node. One walk down a prompt's keys gives the leading runs of all
+workers: the workers left in the mask hold every block so far, and the workers that drop out at the same key have the
+same run.
 
 Bounds: a worker's blocks are bounded by its number of pages, the pool's by `max_pool_blocks`; further blocks are
 counted and left out, so the index may promise too little but does not grow. An entry costs at most 170 + 4 * (slots //
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moonpool.base.keys import KEY_NBYTES, OBJECT_KEY_NBYTES
+from moonpool.conductor.placement.paths import Places
 from moonpool.conductor.placement.tables import Slots
 from moonpool.store.messages import Tier
 
@@ -28,11 +30,12 @@ from moonpool.store.messages import Tier
 class Leading(NamedTuple):
     """The leading runs of one prompt. The first `pool` blocks are in the pool, those at the positions `on_ssd` on SSD
     only. `groups` are (run, mask of slots), ascending by run: each worker is in the group of its number of leading
-    blocks."""
+    blocks. `places` says on which nodes the pool's blocks are; empty if it is not known of any block."""
 
     pool: int
     on_ssd: tuple[int, ...]
     groups: tuple[tuple[int, int], ...]
+    places: Places = ()
 
     def run_of(self, slot: int) -> int:
         return next(run for run, mask in self.groups if mask >> slot & 1)
@@ -42,11 +45,15 @@ class Leading(NamedTuple):
         return bisect_left(self.on_ssd, end) - bisect_left(self.on_ssd, start) if self.on_ssd else 0
 
 
+NodeRuns = Sequence[tuple[str, int]]
+"""(node, number of objects) for each run of objects on one node; "" is not known."""
+
 Prints = Sequence[int]
 """60-bit fingerprints of chain keys; the index keeps these instead of the keys."""
 
 MAX_POOL_BLOCKS = 4_000_000
 _NUM_SHARDS = 1024
+_MAX_NODES = 1024
 _FOUR = np.uint64(4)
 _SHARD = _NUM_SHARDS - 1
 
@@ -86,12 +93,16 @@ class PrefixIndex:
         """Return the runs of the workers in the mask `among`, and of the pool."""
         shards, expected, reported = self._shards, self._expected.masks.get, self._reported
         dram, ssd = self._pool.dram, self._pool.ssd
-        left, groups, on_ssd = among, [], []
-        in_pool, pool = True, 0
+        left, groups, on_ssd, runs = among, [], [], []
+        in_pool, pool, last = True, 0, 0
         for depth, key in enumerate(prints):
             mask = shards[key & _SHARD].get(key, 0)
             if in_pool:
-                if mask & dram:
+                here = mask & dram
+                if here != last:
+                    runs.append((pool, last))
+                    last = here
+                if here:
                     pool += 1
                 elif mask & ssd:
                     on_ssd.append(pool)
@@ -107,7 +118,12 @@ class PrefixIndex:
                 break
         if left:
             groups.append((len(prints), left))
-        return Leading(pool, tuple(on_ssd), tuple(groups))
+        if not self._pool.names:
+            return Leading(pool, tuple(on_ssd), tuple(groups))
+        runs.append((pool, last))
+        name_of, begins = self._pool.names.get, [0, *[end for end, _ in runs]]
+        places = [(end, name_of(bit, "")) for begin, (end, bit) in zip(begins, runs, strict=False) if begin < end]
+        return Leading(pool, tuple(on_ssd), tuple(groups), tuple(places))
 
     # workers
 
@@ -166,26 +182,38 @@ class PrefixIndex:
 
     # the pool
 
-    def replace_pool(self, stored: Iterable[bytes], tiers: Iterable[tuple[bytes, Tier]] = ()) -> None:
+    def replace_pool(
+        self, stored: Sequence[bytes], tiers: Iterable[tuple[bytes, Tier]] = (), nodes: NodeRuns = ()
+    ) -> None:
         """Replace the pool's content by exactly these objects."""
         old = self._pool
         self._slots.retire(*old.slots)
         self._pool = _PoolPart(old.max_blocks, self._slots)
-        self.update_pool(stored, (), tiers)
+        self.update_pool(stored, (), tiers, nodes)
 
     def update_pool(
-        self, stored: Iterable[bytes], removed: Iterable[bytes], tiers: Iterable[tuple[bytes, Tier]] = ()
+        self,
+        stored: Sequence[bytes],
+        removed: Iterable[bytes],
+        tiers: Iterable[tuple[bytes, Tier]] = (),
+        nodes: NodeRuns = (),
     ) -> None:
-        """Apply changes of the pool. Stored objects count as in DRAM unless `tiers` names another tier."""
-        self.update_pool_prints(_block_prints(stored), _block_prints(removed))
+        """Apply changes of the pool. Stored objects count as in DRAM unless `tiers` names another tier. `nodes` says
+        where the stored ones are, in their order; an object that is moved later counts as where it was stored."""
+        at = 0
+        for node, count in nodes or (("", len(stored)),):
+            self.update_pool_prints(_block_prints(stored[at : at + count]), (), node)
+            at += count
+        self.update_pool_prints((), _block_prints(removed))
         for object_key, tier in tiers:
             self.set_tier(_block_prints((object_key,)), tier)
 
-    def update_pool_prints(self, stored: Prints, removed: Prints) -> None:
-        """As update_pool, by fingerprints, in the order of their objects."""
+    def update_pool_prints(self, stored: Prints, removed: Prints, node: str = "") -> None:
+        """As update_pool, by fingerprints, in the order of their objects; the stored ones are on that node."""
         self._sweep()
         pool, shards = self._pool, self._shards
-        dram, others = pool.dram, ~pool.mask
+        dram = pool.bit_of(node, self._slots)
+        others = ~pool.mask
         for key in stored:
             shard = shards[key & _SHARD]
             mask = shard.get(key, 0)
@@ -198,12 +226,14 @@ class PrefixIndex:
     def set_tier(self, prints: Prints, tier: Tier) -> None:
         """Ignore blocks that are not known to be in the pool."""
         pool = self._pool
-        bits = (pool.dram if tier & Tier.DRAM else 0) | (pool.ssd if tier & Tier.SSD else 0)
+        ssd = pool.ssd if tier & Tier.SSD else 0
+        in_dram = bool(tier & Tier.DRAM) or not ssd
         for key in prints:
             shard = self._shards[key & _SHARD]
             mask = shard.get(key, 0)
             if mask & pool.mask:
-                shard[key] = mask & ~pool.mask | (bits or pool.dram)
+                dram = (mask & pool.dram or pool.unnamed) if in_dram else 0  # where it was
+                shard[key] = mask & ~pool.mask | dram | ssd
 
     # entries
 
@@ -246,11 +276,26 @@ class _WorkerPart:
 class _PoolPart:
     def __init__(self, max_blocks: int, slots: Slots) -> None:
         self.max_blocks = max_blocks
-        self.slots = slots.allocate(), slots.allocate()
-        self.dram, self.ssd = (1 << slot for slot in self.slots)
+        self.slots = [slots.allocate(), slots.allocate()]
+        self.unnamed, self.ssd = (1 << slot for slot in self.slots)
+        self.dram = self.unnamed  # the bits of all nodes: one of them is set for a block in memory
         self.mask = self.dram | self.ssd
+        self.names: dict[int, str] = {}  # by bit
+        self._bits: dict[str, int] = {}
         self.num_blocks = 0
         self.left_out = 0
+
+    def bit_of(self, node: str, slots: Slots) -> int:
+        """Return the bit of blocks in that node's memory; nodes beyond a bound have no bit of their own."""
+        bit = self._bits.get(node) if node else self.unnamed
+        if bit is not None or len(self.names) >= _MAX_NODES:
+            return bit or self.unnamed
+        self.slots.append(slots.allocate())
+        bit = self._bits[node] = 1 << self.slots[-1]
+        self.names[bit] = node
+        self.dram |= bit
+        self.mask |= bit
+        return bit
 
     def store(self) -> bool:
         """Count a new block. Return False if the bound leaves no room for it."""

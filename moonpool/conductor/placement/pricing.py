@@ -5,15 +5,19 @@ A Pricing is made once per request; then each worker, and each number of blocks 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
+from copy import copy
 from typing import NamedTuple
 
 from moonpool.conductor.costs import CostModels
+from moonpool.conductor.placement.paths import PoolPaths
 from moonpool.conductor.placement.prefix_index import Leading
-from moonpool.conductor.placement.traffic import Traffic
+from moonpool.conductor.placement.traffic import Traffic, crowding
 
 _MAX_EDGES = 8
 _MIN_GAIN = 0.1
+_Point = tuple[float, float, float]  # seconds, of these by hand-offs, blocks on the worker's machine
 
 
 class PlacementRequest(NamedTuple):
@@ -42,6 +46,7 @@ class PricedPlacement(NamedTuple):
     prefill_s: float
     overlap_s: float
     service_s: float
+    far: int = 0  # of the pulled blocks, those that come over the network
 
 
 class Replicated(NamedTuple):
@@ -63,14 +68,44 @@ def replicated(leading: Leading, plan: PricedPlacement) -> Replicated:
     return Replicated(pulled, missing - pulled)
 
 
+class _Line:
+    """How long the first blocks of a prompt take to pull, how much of that is due to hand-offs, and how many of them
+    are on the worker's machine: linear between the ends of the runs that are on one node each."""
+
+    __slots__ = ("_begins", "_slopes", "_values", "fixed_s")
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._values: list[_Point] = []
+        self._slopes: list[_Point] = []
+        self.fixed_s = 0.0
+
+    def add(self, begin: int, value: _Point, slope: _Point, end: int) -> _Point:
+        """Add the blocks begin..end, with the values before them and of each. Return the values behind them."""
+        self._begins.append(begin)
+        self._values.append(value)
+        self._slopes.append(slope)
+        return self.at(end)
+
+    def at(self, num_blocks: int) -> _Point:
+        """Return the values of the first `num_blocks` blocks."""
+        part = bisect_right(self._begins, num_blocks) - 1
+        more, (a, b, c), (d, e, f) = num_blocks - self._begins[part], self._values[part], self._slopes[part]
+        return a + d * more, b + e * more, c + f * more
+
+
 class Pricing:
-    """The prices of one request. `slot` is the worker's; None stands for a worker that receives no pulls now."""
+    """The prices of one request. `slot` is the worker's; None stands for a worker that receives no pulls now. `machine`
+    is the worker's, "" stands for one without blocks of the prompt."""
 
     __slots__ = (
+        "_costs",
         "_is_known",
         "_last_split",
         "_leading",
+        "_lines",
         "_most",
+        "_paths",
         "_prefill",
         "_ssd",
         "_step",
@@ -79,8 +114,21 @@ class Pricing:
         "request",
     )
 
-    def __init__(self, request: PlacementRequest, leading: Leading, costs: CostModels, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        request: PlacementRequest,
+        leading: Leading,
+        costs: CostModels,
+        traffic: Traffic,
+        paths: PoolPaths | None = None,
+    ) -> None:
         self.request = request
+        # Only where it makes a difference: prices by node cost as much time as the rest of a decision.
+        is_priced = paths is not None and paths.sources and leading.places
+        is_other = is_priced and (costs.other_paths or traffic.is_crowded(costs.transfer.terms[1]))
+        self._paths = paths if is_other else None
+        self._costs = costs
+        self._lines: dict[str, _Line] = {}  # by machine
         self._leading = leading
         self._traffic = traffic
         tokens, _, block_tokens, block_nbytes, _, step_tokens = request
@@ -99,6 +147,12 @@ class Pricing:
         self._ssd = costs.ssd_terms
         self._is_known = costs.transfer.num_samples > 0, costs.transfer_ssd.num_samples > 0
 
+    def in_memory(self) -> Pricing:
+        """Return the prices of the same request if no block were on SSD."""
+        other = copy(self)
+        other._leading = self._leading._replace(on_ssd=())
+        return other
+
     def prefill_s(self, prefix_blocks: float) -> float:
         """Return the time to compute the prompt behind a prefix; a full hit still computes the last token."""
         whole_s, linear_s, square_s = self._prefill
@@ -113,15 +167,50 @@ class Pricing:
             return self.prefill_s(prefix_blocks)
         return self.prefill_s(prefix_blocks) - self.prefill_s(prefix_blocks + self._step)
 
-    def transfer_s(self, local: int, pulled: int, slot: int | None) -> tuple[float, float, int]:
-        """Return (all seconds, the part that other pulls cause (traffic.py), blocks from SSD)."""
+    def machines(self, local: int) -> list[tuple[str, int]] | None:
+        """Return the machines with blocks behind the local ones whose workers have other prices, with their masks."""
+        return None if self._paths is None else self._paths.machines(self._leading.places, local)
+
+    def transfer_s(self, local: int, pulled: int, slot: int | None, machine: str = "") -> tuple[float, float, int, int]:
+        """Return (all seconds, the part that other transfers cause (traffic.py), blocks from SSD, blocks over the
+        network)."""
         fixed_s, per_block_s, _ = self._transfer
+        seconds, crowd_s, far = fixed_s + per_block_s * pulled, 0.0, pulled
+        if self._paths is not None:
+            line = self._line(machine)
+            (from_s, from_crowd_s, near), (to_s, to_crowd_s, to_near) = line.at(local), line.at(local + pulled)
+            crowd_s, far = to_crowd_s - from_crowd_s, pulled - int(to_near - near)
+            seconds = line.fixed_s + to_s - from_s - crowd_s
         most_s, slope_s = self._others_s(slot)
-        congestion_s = min(most_s, slope_s * pulled)
-        seconds = fixed_s + per_block_s * pulled + congestion_s
+        congestion_s = crowd_s + min(most_s, slope_s * far)
+        seconds += congestion_s
         if not self._leading.on_ssd:
-            return seconds, congestion_s, 0
-        return seconds + self._ssd_s(local, pulled), congestion_s, self._leading.num_on_ssd(local, local + pulled)
+            return seconds, congestion_s, 0, far
+        return seconds + self._ssd_s(local, pulled), congestion_s, self._leading.num_on_ssd(local, local + pulled), far
+
+    def _line(self, machine: str) -> _Line:
+        """Return the times of the leading blocks for workers on that machine."""
+        line = self._lines.get(machine)
+        if line is None:
+            line = self._lines[machine] = self._make_line(machine)
+        return line
+
+    def _make_line(self, machine: str) -> _Line:
+        assert self._paths is not None
+        begin, at, line = 0, (0.0, 0.0, 0.0), _Line()
+        for end, node in self._leading.places:
+            host = self._paths.hosts.get(node, "")
+            is_near = machine != "" and host == machine
+            fixed_s, per_byte_s = self._costs.path_terms(node, is_near)
+            block_s, crowd_s = per_byte_s * self.request.block_nbytes, 0.0
+            handoffs = None if is_near else self._traffic.leaving.get(host)
+            if handoffs is not None:
+                crowd_s = block_s * (crowding(handoffs.num_flows, handoffs.nbytes_per_s * per_byte_s) - 1)
+            line.fixed_s = max(line.fixed_s, fixed_s)
+            at = line.add(begin, at, (block_s + crowd_s, crowd_s, float(is_near)), end)
+            begin = end
+        line.add(begin, at, (self._transfer[1], 0.0, 0.0), begin + 1)
+        return line
 
     def _others_s(self, slot: int | None) -> tuple[float, float]:
         """Return the seconds that other pulls add: (at most, per block)."""
@@ -139,7 +228,9 @@ class Pricing:
         extra_s = self._ssd[0] + ssd * (self._ssd[1] * self.request.block_nbytes - per_block_s)
         return extra_s - fixed_s if ssd == pulled else extra_s
 
-    def plan(self, local: int, pulled: int, slot: int | None, num_layers: int = 1) -> PricedPlacement:
+    def plan(
+        self, local: int, pulled: int, slot: int | None, num_layers: int = 1, machine: str = ""
+    ) -> PricedPlacement:
         """Price a placement that pulls `pulled` blocks behind the local ones and loads them layer by layer.
 
         With L layers of equal size the longer of loading and computing the first step hides all but 1/L of the shorter.
@@ -147,19 +238,19 @@ class Pricing:
         prefill_s = self.prefill_s(local + pulled)
         if not pulled:
             return PricedPlacement(local, 0, 0, 0.0, 0.0, prefill_s, 0.0, prefill_s)
-        transfer_s, congestion_s, ssd = self.transfer_s(local, pulled, slot)
+        transfer_s, congestion_s, ssd, far = self.transfer_s(local, pulled, slot, machine)
         overlap_s = min(transfer_s, self.first_step_s(local + pulled)) * (1 - 1 / num_layers)
         service_s = transfer_s + prefill_s - overlap_s
-        return PricedPlacement(local, pulled, ssd, transfer_s, congestion_s, prefill_s, overlap_s, service_s)
+        return PricedPlacement(local, pulled, ssd, transfer_s, congestion_s, prefill_s, overlap_s, service_s, far)
 
-    def best_plan(self, local: int, slot: int | None) -> PricedPlacement:
+    def best_plan(self, local: int, slot: int | None, machine: str = "") -> PricedPlacement:
         """Return the placement with the number of pulled blocks that makes it shortest, 0 included; of equals the
         fewest blocks. To pull only some of the blocks must save _MIN_GAIN of the time: such a plan relies on loading
         and computing at once, and what it computes, others wait for.
 
         The time to compute is concave in the number of pulled blocks, the time to load is linear. So the minimum is
         at an end, where loading and the first step cross, where the rest becomes one step, or where the next block is
-        on a slower tier. `_known_end` leaves out blocks of a tier that no pull has measured.
+        on another tier or node. `_known_end` leaves out blocks of a tier that no pull has measured.
         """
         missing, layers, on_ssd = self._known_end(local) - local, self.request.num_layers, self._leading.on_ssd
         if missing <= 0:
@@ -167,8 +258,16 @@ class Pricing:
         fixed_s, per_block_s, _ = self._transfer
         most_s, slope_s = self._others_s(slot)
 
+        line = None if self._paths is None else self._line(machine)
+        from_s, _, near = (0.0, 0.0, 0.0) if line is None else line.at(local)
+        begin_s = 0.0 if line is None else line.fixed_s - from_s
+
         def load_s(pulled: int) -> float:  # as transfer_s, without recomputing constants
-            seconds = fixed_s + per_block_s * pulled + min(most_s, slope_s * pulled)
+            if line is None:
+                seconds = fixed_s + per_block_s * pulled + min(most_s, slope_s * pulled)
+            else:
+                to_s, _, to_near = line.at(local + pulled)
+                seconds = begin_s + to_s + min(most_s, slope_s * (pulled - to_near + near))
             return seconds + self._ssd_s(local, pulled) if on_ssd else seconds
 
         tries = [missing]
@@ -178,12 +277,14 @@ class Pricing:
             tries += [at for at in (split, split + 1) if 0 < at < missing]
         if on_ssd:
             tries += [at - local for at in on_ssd if local < at < local + missing][:_MAX_EDGES]
+        if line is not None:
+            tries += [end - local for end, _ in self._leading.places if local < end < local + missing][:_MAX_EDGES]
         best, best_s = 0, self.prefill_s(local)
         for pulled in tries:
             seconds = self._both_s(load_s(pulled), local + pulled)
             if seconds < best_s * (1 - _MIN_GAIN if best == missing else 1):
                 best, best_s = pulled, seconds
-        return self.plan(local, best, slot, layers)
+        return self.plan(local, best, slot, layers, machine)
 
     def _known_end(self, local: int) -> int:
         """Return the block before which pulls can be priced. A tier that no pull has measured is tried with one block:

@@ -184,6 +184,11 @@ class DecodeTable:
         full_s = FULL_S if num_seqs >= self._max_num_seqs.item(slot) else 0.0
         self._rank_s[slot] = per_seq_s * num_seqs + per_token_s * kv_tokens + full_s
 
+    @property
+    def is_full(self) -> NDArray[np.bool_]:
+        """Whether no sequence fits into the batch."""
+        return self.num_seqs >= self._max_num_seqs
+
     def rank_s(self, terms: tuple[float, ...]) -> Column:
         """Return the step time that each batch adds by these coefficients, plus FULL_S where no sequence fits. The
         caller must not change the column."""
@@ -191,7 +196,7 @@ class DecodeTable:
             self._terms = terms
             _, per_seq_s, per_token_s = terms
             rank = per_seq_s * self.num_seqs + per_token_s * self.kv_tokens
-            rank += (self.num_seqs >= self._max_num_seqs) * FULL_S
+            rank += self.is_full * FULL_S
             rank += self._vacant_s
             self._rank_s = rank
         return self._rank_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonpool.base.errors import MoonpoolError, Overloaded, PeerLost, Unavailable
-from moonpool.conductor.messages import Decision, RequestEnded, Route
+from moonpool.conductor.messages import Decision, PrefillParts, RequestEnded, Route
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.request_queue import RequestQueue
 from moonpool.conductor.state import ConductorState
@@ -37,9 +37,10 @@ class SimFrontend:
         asked_tokens: int,
         on_sent: Callable[[Job, Decision], None],
         on_refused: Callable[[Job, MoonpoolError], None],
+        promote: Callable[[list[bytes]], None],
     ) -> None:
         self._clock, self._on_sent, self._on_refused = clock, on_sent, on_refused
-        self._queue = RequestQueue(conductor, policy)
+        self._queue = RequestQueue(conductor, policy, promote)
         self._asked_tokens = asked_tokens
         self._jobs: dict[str, Job] = {}  # jobs in the queue
         self._timer: Handle | None = None
@@ -104,7 +105,13 @@ class SimCluster:
         self.clock, self.conductor, self.runs = components.clock, components.conductor, components.runs
         self.pools, self.prefills, self.decodes = components.pools, components.prefills, components.decodes
         self._frontend = SimFrontend(
-            self.clock, self.conductor, config.policy, config.asked_tokens, self._sent, self._refused
+            self.clock,
+            self.conductor,
+            config.policy,
+            config.asked_tokens,
+            self._sent,
+            self._refused,
+            components.promote,
         )
         self.roles = SimRoles(config, components, self._is_busy, self._frontend.capacity_changed)
         self._retries: RequestRetries | None = None  # only if nodes fail
@@ -218,10 +225,11 @@ class SimCluster:
         prefill workers answer then. A real decode worker handles a hand-off between steps, twice: it checks the KV that
         arrived, then it accepts the request.
         """
-        handoff_s = self.config.cost.overhead.handoff_s
+        handoff_s, began_s = self.config.cost.overhead.handoff_s, self.clock.now_s
 
         def accept() -> None:
             job.first_token_s = self.clock.now_s
+            job.handoff_s = job.first_token_s - began_s
             job.ttft_s = job.first_token_s - job.arrival_s
             decode.start_decoding(job)
 
@@ -253,6 +261,7 @@ class SimCluster:
             output_tokens=num_output,
             tbt_s=job.mean_gap_s,
             outcome=outcome,
+            parts=PrefillParts(queue_s=0.0, compute_s=0.0, handoff_s=job.handoff_s) if job.handoff_s else None,
         )
         self.conductor.request_ended(call, self.clock.now_s)
         self._frontend.capacity_changed()

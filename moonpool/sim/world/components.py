@@ -23,6 +23,7 @@ from moonpool.sim.world.pipelines import PipelineSizes, SimPipelines
 from moonpool.sim.world.pool import BlockRuns, SimPool
 from moonpool.sim.world.prefill import PrefillWorker, Stages
 from moonpool.sim.world.reporter import INCARNATION, SimReporter
+from moonpool.sim.world.sequence import block_number
 from moonpool.sim.world.turns import EngineTurns
 from moonpool.traces.columns import Trace
 
@@ -84,6 +85,7 @@ class ClusterComponents:
             fixed=self._fixed[name],
             pipeline=self._config.pipeline,
             step_tokens=self._config.max_batch_tokens if self._config.pipeline > 1 else 0,
+            host=name,
         )
         self._registrations[name] = self.conductor.register(info)
 
@@ -195,7 +197,7 @@ class ClusterComponents:
         if config.pool == "shared":
             everywhere = config.decode_nodes_hold_blocks or config.changes_roles
             nodes = config.prefill_nodes + (config.decode_nodes if everywhere else [])
-            self.conductor.set_pool_nodes(len(nodes))
+            self.conductor.set_pool_nodes({node: node for node in nodes})
             return dict.fromkeys(self._groups, self._make_pool(nodes, self._pool_changed))
         return dict.fromkeys(self._groups)
 
@@ -218,9 +220,20 @@ class ClusterComponents:
     def _pool_changed(self, changes: Changes) -> None:
         """Pass changes to the conductor's index, as blocks (it knows no runs). Block numbers are their fingerprints."""
         index, runs = self.conductor.index, self.runs
-        index.update_pool_prints(runs.blocks_of_all(changes.stored), runs.blocks_of_all(changes.removed))
+        at = 0
+        for node, count in changes.nodes:
+            index.update_pool_prints(runs.blocks_of_all(changes.stored[at : at + count]), (), node)
+            at += count
+        if changes.removed:
+            index.update_pool_prints((), runs.blocks_of_all(changes.removed))
         for name, tier in changes.tiers:
             index.set_tier(runs.blocks(name), tier)
+
+    def promote(self, keys: list[bytes]) -> None:
+        """Have blocks that a request which waits will pull brought from SSD to memory."""
+        pool = next(iter(self.pools.values()))
+        if pool is not None:
+            pool.promote(self.runs.heads([block_number(key) for key in keys]))
 
     # --- initial costs ---
 

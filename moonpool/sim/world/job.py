@@ -28,6 +28,7 @@ class Job:
         "first_entry",
         "first_gap_s",
         "first_token_s",
+        "handoff_s",
         "is_wasted",
         "keys",
         "local_tokens",
@@ -66,6 +67,7 @@ class Job:
         self.attempt = 0  # grows when a worker is lost; callbacks of earlier attempts are ignored
         self.num_retries = 0
         self.prefill_start_s = self.first_token_s = self.end_s = 0.0
+        self.handoff_s = 0.0  # that the conductor learns from; 0: none was measured
         self.first_entry, self.first_gap_s = (
             0,
             0.0,

@@ -63,6 +63,10 @@ class BlockRuns:
             begin = stop
         return found
 
+    def heads(self, numbers: Sequence[int]) -> list[int]:
+        """Return the first blocks of the runs that these blocks are in."""
+        return list(dict.fromkeys([self._heads[number] for number in numbers]))
+
     def blocks(self, name: bytes) -> list[int]:
         """Return the blocks of a run, given the pool's key of its first block."""
         head = block_number(name)
@@ -92,6 +96,12 @@ _NEVER_S = 1e12
 _GRANULE_NBYTES = 4096
 _TICK_S = 0.5
 Run = tuple[int, int, int]  # first block, begin and end in the prompt
+Sources = dict[tuple[str, bool], int]  # numbers of blocks by node, and whether they are on its SSD
+
+
+def only_source(sources: Sources) -> str:
+    """Return the node that all blocks come from, of one tier; "" if there are several."""
+    return next(iter(sources))[0] if len(sources) == 1 else ""
 
 
 class PoolHit(NamedTuple):
@@ -104,6 +114,26 @@ class PoolHit(NamedTuple):
     @property
     def num_blocks(self) -> int:
         return self.ends[-1] if self.ends else 0
+
+    def first_of(self, source: str, begin: int) -> int:
+        """Return the first block from `begin` on that would come from `source`."""
+        start = 0
+        for stop, node in zip(self.ends, self.nodes, strict=True):
+            if node == source and stop > begin:
+                return max(start, begin)
+            start = stop
+        return begin
+
+    def sources(self, begin: int, end: int) -> Sources:
+        """Return how many of the blocks begin..end each node has."""
+        counts: Sources = {}
+        start = 0
+        for stop, node, on_ssd in zip(self.ends, self.nodes, self.on_ssd, strict=True):
+            count = min(stop, end) - max(start, begin)
+            if count > 0:
+                counts[node, on_ssd] = counts.get((node, on_ssd), 0) + count
+            start = stop
+        return counts
 
 
 class _PutBatch:
@@ -165,6 +195,11 @@ class SimPool:
             found.on_ssd.append(segment.endswith("ssd"))
         self.process_changes()
         return found
+
+    def promote(self, heads: Sequence[int]) -> None:
+        """Ask for the runs with these first blocks to be in memory, as the conductor and workers do."""
+        self.state.promotions.ask([self._key(head) for head in heads], self._clock.now_s)
+        self.process_changes()
 
     def put(self, node: str, runs: Sequence[Run], parents: Sequence[int | None]) -> None:
         """Copy runs from a node's GPUs into its own memory if there is room there, else into another node's.

@@ -22,7 +22,8 @@ from moonpool.engine.sequence import AdmittedSequence, Chunk
 from moonpool.sim.physics.cost import PrefillCost, StagePipeline
 from moonpool.sim.world.clock import Handle, SimClock
 from moonpool.sim.world.job import Job
-from moonpool.sim.world.pool import PoolHit, Run, SimPool
+from moonpool.sim.world.pool import PoolHit, Run, SimPool, Sources, only_source
+from moonpool.sim.world.pull_ahead import SimPullsAhead
 from moonpool.sim.world.reporter import SimReporter
 from moonpool.sim.world.sequence import TOKEN, SimSequence
 from moonpool.sim.world.turns import EngineTurns
@@ -98,6 +99,19 @@ class PrefillWorker:
         self._computing: Handle | None = None
         self._ignored: set[str] = set()  # requests of the open step whose result is not used
         self._missing: dict[str, int] = {}  # first block that could not be pulled
+        self._ahead = None if pool is None else self._make_ahead(pool, reporter)
+
+    def _make_ahead(self, pool: SimPool, reporter: SimReporter) -> SimPullsAhead:
+        nbytes = self._block_tokens * self._token_nbytes
+        return SimPullsAhead(
+            self._clock,
+            self._stages.nodes,
+            self.scheduler,
+            pool,
+            nbytes,
+            lambda sample: reporter.pulls.append(sample),
+            self._begin_step,
+        )
 
     def submit(self, job: Job, present_tokens: int) -> None:
         """Add a job whose pages at the decode worker are reserved; the KV of `present_tokens` is there already."""
@@ -152,6 +166,8 @@ class PrefillWorker:
         if self._chunks:
             self.busy_s += self._clock.now_s - self._step_began_s
         self._incarnation += 1
+        if self._ahead is not None:
+            self._ahead.stop()
         self._reset(scheduler, pool, reporter)
 
     def busy_until_s(self, now_s: float) -> float:
@@ -185,6 +201,8 @@ class PrefillWorker:
         if self._num_layers > 1:
             self._send_kv(chunks, now_s)
         self._computing = self._clock.call_at(now_s + compute_s, self._computed)
+        if self._ahead is not None and self.scheduler.queues.waiting:
+            self._ahead.start(self._pool_hits)
 
     def _pass_activations(self, chunks: list[Chunk]) -> None:
         """Send the activations from each stage to the next; the step waits for them."""
@@ -197,8 +215,11 @@ class PrefillWorker:
     def _start_pull(self, entry: AdmittedSequence) -> None:
         job = self._jobs[entry.request_id]
         job.prefill_start_s, job.alone_s = self._clock.now_s, 0.0
-        job.local_tokens = entry.num_local_blocks * self._block_tokens
+        job.local_tokens = (entry.num_local_blocks - entry.num_ahead_blocks) * self._block_tokens
         found = self._pool_hits.pop(entry.request_id, None)
+        ahead = {} if self._ahead is None else self._ahead.take(entry.request_id, entry.num_ahead_blocks)
+        if ahead:
+            self._count_hits(job, ahead)
         if not entry.blocks or found is None or self._pool is None:
             return
         self._num_loading += 1
@@ -207,25 +228,25 @@ class PrefillWorker:
         def loaded() -> None:
             left[0] -= 1
             if not left[0] and incarnation == self._incarnation:
-                self._pulled(entry, num_on_ssd)
+                self._pulled(entry, num_on_ssd, only_source(sources))
 
         def lost(source: str) -> None:
             if incarnation == self._incarnation:
-                self._pull_failed(job, entry, found, source)
+                self._pull_failed(job, entry, found, source, ahead)
             loaded()
 
         nbytes = self._block_tokens * self._token_nbytes / self._num_stages
-        sources = _sources(found, entry.blocks[0], entry.blocks[-1] + 1)
-        self._count_hits(job, sources)
+        sources = found.sources(entry.blocks[0], entry.blocks[-1] + 1)
+        self._count_hits(job, ahead, sources)
         num_on_ssd = sum([count for (_, on_ssd), count in sources.items() if on_ssd])
         for (source, on_ssd), count in sources.items():
             for node in self._stages.nodes:
                 left[0] += 1
                 self._clock.send(self._pool.route(source, node, on_ssd), count * nbytes, loaded, partial(lost, source))
 
-    def _count_hits(self, job: Job, sources: dict[tuple[str, bool], int]) -> None:
+    def _count_hits(self, job: Job, *sources: Sources) -> None:
         job.dram_tokens = job.remote_tokens = job.ssd_tokens = 0
-        for (source, on_ssd), count in sources.items():
+        for (source, on_ssd), count in [item for each in sources for item in each.items()]:
             num_tokens = count * self._block_tokens
             if on_ssd:
                 job.ssd_tokens += num_tokens
@@ -234,18 +255,19 @@ class PrefillWorker:
             else:
                 job.remote_tokens += num_tokens
 
-    def _pull_failed(self, job: Job, entry: AdmittedSequence, found: PoolHit, source: str) -> None:
+    def _pull_failed(self, job: Job, entry: AdmittedSequence, found: PoolHit, source: str, ahead: Sources) -> None:
         """Handle the loss of a source node during a pull: compute everything from its first block on."""
-        first = _first_of(found, source, entry.blocks[0])
+        first = found.first_of(source, entry.blocks[0])
         first = self._missing[entry.request_id] = min(first, self._missing.get(entry.request_id, first))
         if entry.request_id not in self._ignored:
-            self._count_hits(job, _sources(found, entry.blocks[0], first))
+            self._count_hits(job, ahead, found.sources(entry.blocks[0], first))
 
-    def _pulled(self, entry: AdmittedSequence, num_on_ssd: int) -> None:
+    def _pulled(self, entry: AdmittedSequence, num_on_ssd: int, node: str) -> None:
         seconds = self._clock.now_s - self._step_began_s
         if entry.request_id not in self._missing:
             block_nbytes = self._block_tokens * self._token_nbytes
-            sample = PullSample(len(entry.blocks) * block_nbytes, seconds, num_on_ssd * block_nbytes)
+            nbytes, is_near = len(entry.blocks) * block_nbytes, node in self._stages.nodes
+            sample = PullSample(nbytes, seconds, num_on_ssd * block_nbytes, node, is_near)
             self._reporter.pulls.append(sample)
         # The last layer has only just arrived and has to be computed yet.
         incarnation = self._incarnation
@@ -375,25 +397,3 @@ class PrefillWorker:
         self.scheduler.release(job.request_id)
         self._on_handed_over(job)
         self._begin_step()
-
-
-def _first_of(found: PoolHit, source: str, begin: int) -> int:
-    """Return the first block from `begin` on that would come from `source`."""
-    start = 0
-    for stop, node in zip(found.ends, found.nodes, strict=True):
-        if node == source and stop > begin:
-            return max(start, begin)
-        start = stop
-    return begin
-
-
-def _sources(found: PoolHit, begin: int, end: int) -> dict[tuple[str, bool], int]:
-    """Return how many of the blocks begin..end each node has, in memory or on SSD."""
-    counts: dict[tuple[str, bool], int] = {}
-    start = 0
-    for stop, node, on_ssd in zip(found.ends, found.nodes, found.on_ssd, strict=True):
-        count = min(stop, end) - max(start, begin)
-        if count > 0:
-            counts[node, on_ssd] = counts.get((node, on_ssd), 0) + count
-        start = stop
-    return counts

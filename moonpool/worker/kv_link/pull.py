@@ -21,6 +21,7 @@ from moonpool.base.keys import object_key
 from moonpool.engine.sequence import AdmittedSequence
 from moonpool.store import Store
 from moonpool.store.client.read_session import PendingPieces, ReadSession
+from moonpool.store.messages import Promote
 from moonpool.worker.kv_link.device_pieces import DevicePieces, PullLane
 from moonpool.worker.kv_link.device_pull import DevicePull, goes_by_layer
 from moonpool.worker.kv_link.pieces import HostPieces, PieceMemory, ReadyPoint
@@ -52,9 +53,11 @@ class Puller:
         self._clock: Clock = clock or SystemClock()
         self._slow = PoolHealth(self._health.rest_s, clock)  # of pulls alone: puts go on
         self._nbytes_per_s = _EXPECTED_NBYTES_PER_S  # of the last pull
+        self._has_seen_ssd = False  # some block was on SSD alone
         self._lanes: list[PullLane] = []  # not in use
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pull")
         self._ahead_thread = ThreadPoolExecutor(1, thread_name_prefix="pull-ahead")
+        self._promote_thread = ThreadPoolExecutor(1, thread_name_prefix="promote")  # short calls: they wait for no pull
 
     @property
     def piece_nbytes(self) -> int:
@@ -75,7 +78,28 @@ class Puller:
         except MoonpoolError as error:
             self._health.record_error(error)
             return 0  # a pool that is away is a miss; the store client counts the error
-        return next((i for i, info in enumerate(found) if info is None), len(found))
+        num_found = next((i for i, info in enumerate(found) if info is None), len(found))
+        if not self._has_seen_ssd:
+            is_memory = self._store.directory.is_memory
+            self._has_seen_ssd = any(info is not None and not is_memory(info.replicas[0]) for info in found[:num_found])
+        return num_found
+
+    @property
+    def promotes(self) -> bool:
+        """Whether `promote` may help: some block was on SSD alone, and the pool does not rest."""
+        return self._has_seen_ssd and not self.is_resting
+
+    def promote(self, keys: Sequence[bytes]) -> None:
+        """Ask the pool to bring those of these blocks that are on SSD to memory, because a prompt that waits will pull
+        them. Return at once."""
+        if self.promotes:
+            self._promote_thread.submit(self._promote, [object_key(key) for key in keys])
+
+    def _promote(self, names: list[bytes]) -> None:
+        try:
+            self._store.master.call_once(Promote(keys=names))
+        except MoonpoolError as error:
+            self._health.record_error(error)
 
     @property
     def is_resting(self) -> bool:
@@ -107,19 +131,20 @@ class Puller:
 
     def close(self) -> None:
         """Wait for running jobs. Idempotent."""
-        for threads in (self._threads, self._ahead_thread):
+        for threads in (self._threads, self._ahead_thread, self._promote_thread):
             threads.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: PullJob, after: ReadyPoint | None, compute_s: float) -> None:
         started_s = self._clock.now_s()
         sessions: list[ReadSession] = []
+        layers_s: list[float] = []
         failure: MoonpoolError | None = None
         try:
             if isinstance(self._memory, DevicePieces):
                 sessions, failure = self._pull_to_device(job, self._memory, after, compute_s)
             else:
                 assert isinstance(self._memory, HostPieces)
-                sessions, failure = self._pull_to_host(job, self._memory)
+                sessions, failure = self._pull_to_host(job, self._memory, started_s, layers_s)
         except MoonpoolError as error:
             sessions, failure = [], error
         except BaseException as error:
@@ -133,13 +158,33 @@ class Puller:
         seconds = self._clock.now_s() - started_s
         if sessions:
             self._nbytes_per_s = nbytes / max(seconds, 1e-9)
-        job.end(PullResult(len(sessions), nbytes, seconds, failure, num_ssd * page_nbytes, num_ssd, num_remote))
+        ssd_nbytes = num_ssd * page_nbytes
+        nodes = {each.node for each in sessions}
+        job.end(
+            PullResult(
+                len(sessions),
+                nbytes,
+                seconds,
+                failure,
+                ssd_nbytes,
+                num_ssd,
+                num_remote,
+                nodes.pop() if len(nodes) == 1 else "",
+                bool(sessions) and not any(each.is_remote for each in sessions),
+                tuple(layers_s),
+            )
+        )
 
-    def _pull_to_host(self, job: PullJob, memory: HostPieces) -> tuple[list[ReadSession], MoonpoolError | None]:
-        """Fill the pages. Return the sessions whose blocks are whole and right, and why not all are."""
+    def _pull_to_host(
+        self, job: PullJob, memory: HostPieces, started_s: float, layers_s: list[float]
+    ) -> tuple[list[ReadSession], MoonpoolError | None]:
+        """Fill the pages. Return the sessions whose blocks are whole and right, and why not all are. Add to `layers_s`
+        when each layer was in place, in seconds after `started_s`."""
         blocks = StoredBlocks(self._store, job.admitted.keys, self._identity, memory.layout)
         sessions = blocks.open(len(blocks))
-        stream = _PieceStream(job, sessions, self._store, memory)
+        stream = _PieceStream(
+            job, sessions, self._store, memory, lambda: layers_s.append(self._clock.now_s() - started_s)
+        )
         stream.run()
         if job.left_behind:
             return [], blocks.failure
@@ -178,8 +223,16 @@ class _PieceStream:
     link does not idle.
     """
 
-    def __init__(self, job: PullJob, sessions: Sequence[ReadSession], store: Store, memory: HostPieces) -> None:
+    def __init__(
+        self,
+        job: PullJob,
+        sessions: Sequence[ReadSession],
+        store: Store,
+        memory: HostPieces,
+        on_layer: Callable[[], None],
+    ) -> None:
         self._job, self._sessions, self._store, self._memory = job, sessions, store, memory
+        self._on_layer = on_layer
         self._under_way: deque[_Bundle] = deque()
         self.num_good = len(sessions)  # leading blocks of which no piece has failed so far
         self.failure: MoonpoolError | None = None  # of the first block that is not whole
@@ -221,5 +274,6 @@ class _PieceStream:
         if num_right < len(errors) and blocks[num_right] < self.num_good:
             self.num_good, self.failure = blocks[num_right], errors[num_right]
         if is_last:
+            self._on_layer()
             self._job.pass_on(range(layer, layer + 1), range(self.num_good))
             self._job.layers_done(range(layer, layer + 1))

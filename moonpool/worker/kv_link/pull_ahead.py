@@ -2,8 +2,9 @@
 
 Answers that wait were preempted, or come from another worker. Their blocks were put when they were computed, so all of
 them are pulled before the answer enters the batch: a step would delay every other answer if it waited for a pull.
-Prompts that wait behind a step are pulled within a budget of pages; a prompt that does not have to wait pulls in its
-step, layer by layer (prefill.py). A pull that takes too long is left behind, and the sequence computes what is missing.
+Prompts that wait behind a step are pulled within a budget of pages; of what exceeds it, blocks that are on SSD come to
+the pool's memory while the prompt waits. A prompt that does not have to wait pulls in its step, layer by layer
+(prefill.py). A pull that takes too long is left behind, and the sequence computes what is missing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonpool.base.clock import Clock
-from moonpool.engine.pulls_ahead import PullAhead
+from moonpool.engine.pulls_ahead import PullAhead, prompts_that_wait
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import Sequence
 from moonpool.worker.kv_link.pull import Puller
@@ -20,7 +21,7 @@ from moonpool.worker.kv_link.pull_job import PullJob
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.metrics import Samples
 
-_MAX_SHARE = 0.25  # of the pages, for prompts that wait
+_MAX_PROMOTED = 1024  # names that are remembered before those of prompts that have begun are dropped
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class AheadPuller:
         self._scheduler, self._puller, self._samples = scheduler, puller, samples
         self._limit_s, self._clock = limit_s, clock
         self._running: dict[PullAhead, _Running] = {}
+        self._promoted: set[str] = set()  # prompts whose blocks on SSD the pool was asked for
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
     def at_boundary(self) -> None:
@@ -53,15 +55,26 @@ class AheadPuller:
 
     def after_schedule(self) -> None:
         """Start pulls for prompts that are not in the step that begins now, in order of arrival and within the budget.
-        A page per running sequence stays free."""
-        pages, ahead, queues = self._scheduler.pages, self._scheduler.ahead, self._scheduler.queues
-        for sequence in queues.waiting:
-            if not (sequence.prefill_only and sequence.num_pool_blocks):
-                continue
-            left = min(int(pages.num_pages * _MAX_SHARE) - ahead.num_pages, pages.num_available - queues.num_running)
-            if left <= 0:
+        A page per running sequence stays free. Blocks beyond the budget come to the pool's memory meanwhile."""
+        scheduler = self._scheduler
+        for sequence, max_pages in prompts_that_wait(scheduler.pages, scheduler.ahead, scheduler.queues):
+            if max_pages:
+                self._start(sequence, sequence.num_pool_blocks, max_pages)
+            elif not self._puller.promotes:
                 return
-            self._start(sequence, sequence.num_pool_blocks, left)
+            self._promote_rest(sequence)
+
+    def _promote_rest(self, sequence: Sequence) -> None:
+        """Once per prompt, have the blocks that are on SSD and are not pulled yet brought to the pool's memory."""
+        name, end = sequence.request_id, sequence.num_pool_blocks
+        if name in self._promoted or not self._puller.promotes:
+            return
+        if len(self._promoted) > _MAX_PROMOTED:
+            self._promoted &= {each.request_id for each in self._scheduler.queues.waiting}
+        self._promoted.add(name)
+        here = max(self._scheduler.ahead.end_of(name), self._scheduler.pages.count_local(sequence.keys[:end]))
+        if here < end:
+            self._puller.promote(sequence.keys[here:end])
 
     def _start(self, sequence: Sequence, end: int, max_pages: int) -> None:
         if self._puller.is_resting:

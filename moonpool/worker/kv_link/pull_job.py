@@ -27,6 +27,9 @@ class PullResult:
     ssd_nbytes: int = 0  # of `nbytes`, read from disk
     num_ssd: int = 0  # of the good blocks, read from disk
     num_remote: int = 0  # of the good blocks, read from the memory of another machine
+    node: str = ""  # of the pool that all good blocks came from; "": several
+    is_near: bool = False  # all of them came from this machine
+    layers_s: tuple[float, ...] = ()  # seconds after its start at which each layer was in place; empty on a GPU
 
 
 PieceListener = Callable[[range, range, ReadyPoint | None], None]

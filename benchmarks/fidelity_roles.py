@@ -1,0 +1,107 @@
+"""The simulator against live workers whose roles change, as fidelity.py does it for roles that stay.
+
+    python benchmarks/fidelity_roles.py [--json] [--repeat 3] [--phases 4] [--phase-s 60]
+
+Four workers with a floor on the time of their steps (_paced_worker.py) begin as 2P2D and change their roles by the
+elastic rule, under the load of _live_swing.py, which swings between long prompts and long answers. The profile is
+measured before, on one prefill and one decode worker of the same pace (_live_profile.py). The simulated cluster gets
+the same requests, targets and rule. Every round has a service of its own, so that it begins with the same roles. The
+claim: p50 and p90 of TTFT and TBT of answered requests within 10 % of the live ones (medians of the rounds). The
+numbers of refused requests and of role changes are printed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from _live_load import Quiet, save_model
+from _live_profile import Calibration
+from _live_swing import SHAPE, TBT_S, TTFT_S, SwingRequest, SwingRun, paced_service, requests, send_load
+from fidelity import LONG_GAPS, MAX_OTHERS, Reporter, cluster_config, of_jobs, of_live, to_trace
+
+from moonpool.conductor.placement.policy import PolicyConfig
+from moonpool.frontend.workers import Connections
+from moonpool.launch.plan import ServeConfig
+from moonpool.sim.fleet import Profile
+from moonpool.sim.world.cluster import SimCluster
+from moonpool.sim.world.job import DONE, REFUSED
+
+RATE_PER_S = 2.0  # three workers of one role are enough for it
+
+
+def measure_profile(model: Path) -> Profile:
+    """Of one prefill and one decode worker."""
+    with paced_service(model, 1, 1, elastic=False) as service:
+
+        async def measure() -> Profile:
+            connections = Connections(service.conductor_address)
+            try:
+                return await Calibration(service.url, connections, service.config.block_tokens, seed=0).measure()
+            finally:
+                await connections.close()
+
+        return asyncio.run(measure())
+
+
+def play_round(model: Path, load: Sequence[SwingRequest]) -> tuple[SwingRun, ServeConfig, float]:
+    """Return what came out, the configuration, and how many cores others used meanwhile."""
+    with paced_service(model, 2, 2, elastic=True) as service:
+        quiet = Quiet(service)
+        run = send_load(service, load)
+        return run, service.config, quiet.others()
+
+
+def simulate(config: ServeConfig, profile: Profile, load: Sequence[SwingRequest]) -> SimCluster:
+    policy = PolicyConfig(name=config.policy, ttft_slo_s=TTFT_S, tbt_slo_s=TBT_S)
+    simulated = cluster_config(config, profile, SHAPE, elastic=True, policy=policy)
+    world = SimCluster(simulated, to_trace(load, config.block_tokens))
+    world.run()
+    return world
+
+
+def report(rounds: Sequence[SwingRun], world: SimCluster, reporter: Reporter) -> None:
+    done = [job for job in world.jobs if job.outcome == DONE]
+    num_refused = sum(job.outcome == REFUSED for job in world.jobs)
+    assert len(done) + num_refused == len(world.jobs), "live, every request was answered or refused"
+    lives = [of_live([answer for answer in run.answers if answer is not None]) for run in rounds]
+    claimed = {name: value for name, value in of_jobs(done).items() if not name.startswith(LONG_GAPS)}
+    reporter.say(f"{len(world.jobs)} requests, {len(rounds)} rounds; times in ms")
+    reporter.compare_all(claimed, lives)
+    reporter.counted("refused requests", num_refused, [run.answers.count(None) for run in rounds], "requests")
+    reporter.counted("role changes", world.roles.num_changes, [run.num_changes for run in rounds], "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--repeat", type=int, default=3, help="live rounds")
+    parser.add_argument("--phases", type=int, default=4, help="of the load that swings")
+    parser.add_argument("--phase-s", type=float, default=60.0, help="seconds of each phase")
+    parser.add_argument("--rate", type=float, default=RATE_PER_S, help="of requests, per second")
+    parser.add_argument("--seed", type=int, default=1, help="of the requests' lengths and times")
+    options = parser.parse_args()
+    load = requests(options.phases, options.phase_s, options.seed, options.rate)
+    rounds = []
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder:
+        model = Path(folder) / "model"
+        save_model(model, SHAPE)
+        profile = measure_profile(model)
+        for number in range(1, options.repeat + 1):
+            run, config, others = play_round(model, load)
+            rounds.append(run)
+            noisy = (
+                f", more than the {MAX_OTHERS:g} at which this machine counts as quiet" if others > MAX_OTHERS else ""
+            )
+            print(
+                f"round {number}/{options.repeat}: others used {others:.2f} cores{noisy}", file=sys.stderr, flush=True
+            )
+    report(rounds, simulate(config, profile, load), Reporter(options.json, bench="fidelity_roles"))
+
+
+if __name__ == "__main__":
+    main()

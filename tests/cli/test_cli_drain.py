@@ -1,0 +1,69 @@
+"""`moonpool drain` of a worker that leaves faster than the command looks: a conductor over a real socket, whose workers
+come and go by a script."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moonpool.base.cluster import CONDUCTOR_SERVICE, WorkerInfo, WorkerLoad, WorkerRole
+from moonpool.base.errors import NotFound
+from moonpool.base.rpc import RpcServer
+from moonpool.cli.main import build_app
+from moonpool.conductor.messages import ConductorStatus, DrainWorker, Status, WorkerStatus
+
+
+class QuickWorkers:
+    """A conductor whose worker leaves at a drain that the script names: the status before it still lists the worker."""
+
+    def __init__(self, folder: Path, leaves_at_drain: int) -> None:
+        self._leaves_at_drain = leaves_at_drain
+        self._info = WorkerInfo(
+            name="decode-1", role=WorkerRole.DECODE, address=f"unix:{folder}/ended.sock", incarnation=7, identity=b"",
+            model="m", block_tokens=64, num_pages=10, max_num_seqs=8, page_nbytes=1,
+        )  # fmt: skip
+        self.drains = 0
+        self.handlers = {Status: self._status, DrainWorker: self._drain}
+
+    def _status(self, call: Status, peer: object) -> ConductorStatus:
+        here = self.drains < self._leaves_at_drain
+        workers = (WorkerStatus(info=self._info, load=WorkerLoad(), indexed_blocks=0, assigned=0),) if here else ()
+        return ConductorStatus(workers=workers, pool_blocks=0, pool_connected=True, counters={})
+
+    def _drain(self, call: DrainWorker, peer: object) -> None:
+        self.drains += 1
+        if self.drains == self._leaves_at_drain:
+            raise NotFound(f"no worker {call.worker!r} is registered; there are: decode-0")
+
+
+@contextmanager
+def served(conductor: QuickWorkers, folder: Path) -> Iterator[str]:
+    """Yield the conductor's address; it is served by a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = RpcServer(CONDUCTOR_SERVICE, conductor.handlers, name="conductor")
+    try:
+        yield asyncio.run_coroutine_threadsafe(server.listen(f"unix:{folder}/conductor.sock"), loop).result(10)
+    finally:
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.parametrize("leaves_at_drain", [1, 2])
+def test_a_worker_that_leaves_between_two_looks_is_drained(tmp_path: Path, leaves_at_drain: int) -> None:
+    conductor = QuickWorkers(tmp_path, leaves_at_drain)
+    with served(conductor, tmp_path) as address:
+        words = ["drain", "decode-1", "--conductor", address, "--master", "127.0.0.1:1"]
+        done = CliRunner().invoke(build_app("drain"), words)
+    assert done.output == "decode-1 is drained and has ended\n", done.exception
+    assert done.exit_code == 0
+    assert conductor.drains == leaves_at_drain
