@@ -11,28 +11,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE, REQUEST_LIMITS, WORKER_SERVICE, RegisterWorker, WorkerRole
 from moonpool.base.cluster import WorkerInfo as Info
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.rpc import AsyncClient, RpcServer
+from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
+from moonpool.base.rpc import AsyncClient, Call, RpcServer
 from moonpool.conductor.service import Conductor, ConductorConfig
 from moonpool.worker.messages import (
     Decode,
     DecodeItem,
+    GetStats,
     Prefill,
     PrefillReply,
     RequestSpec,
     Ticket,
     TokenOut,
+    WorkerStats,
 )
+from moonpool.worker.metrics import WorkerCollector, WorkerTimes
 
 _BLOCK_TOKENS = 16
 _FIRST_TOKEN = 1000  # a word of every tokenizer of a real model
@@ -51,9 +58,8 @@ class InstantWorkers:
 
     async def start(self, conductor_address: str) -> None:
         for role in WorkerRole:
-            server = RpcServer(
-                WORKER_SERVICE, {Decode: self._decode, Prefill: self._prefill}, name=role.value, incarnation=1
-            )
+            handlers = {Decode: self._decode, Prefill: self._prefill, **_figures(role)}
+            server = RpcServer(WORKER_SERVICE, handlers, name=role.value, incarnation=1)
             address = await server.listen(f"unix:{self._folder / role.value}")
             client = await AsyncClient.connect(
                 conductor_address, CONDUCTOR_SERVICE, name=role.value, silence_limits=REQUEST_LIMITS
@@ -120,6 +126,23 @@ class InstantWorkers:
             num_present_blocks=0,
             generation=1,
         )
+
+
+def _figures(role: WorkerRole) -> dict[type[Call[Any]], Callable[[Any, object], Any]]:
+    """Return the handlers for what front ends ask of every worker; the answers have a real worker's size."""
+    counts = dict.fromkeys(
+        ("num_pages", "free_pages", "cached_pages", "reserved_pages", "num_waiting", "num_running", "pool_read_nbytes",
+         "pool_written_nbytes", "handoff_nbytes"), 0
+    )  # fmt: skip
+    stats = WorkerStats(name=role.value, role=role.value, incarnation=1, pid=os.getpid(), pull_failures={}, **counts)
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(lambda: stats))
+    WorkerTimes().register(registry)
+
+    def metrics(_call: object, _peer: object) -> list[MetricFamily]:
+        return [*snapshot(registry), *process_metrics()]
+
+    return {GetMetrics: metrics, GetStats: lambda _call, _peer: stats}
 
 
 class InstantCluster:

@@ -129,11 +129,11 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def front_end(folder: Path, conductor_address: str, core: int) -> Iterator[Server]:
+def front_end(folder: Path, conductor_address: str, core: int, *more_options: str) -> Iterator[Server]:
     port = free_port()
     options = ("--conductor-address", conductor_address, "--state-dir", str(folder), "--model", MODEL)
     listen = ("--model-name", MODEL, "--listen", f"tcp:127.0.0.1:{port}", "--log-level", "ERROR")
-    command = [sys.executable, "-m", "moonpool", "frontend", *options, *listen]
+    command = [sys.executable, "-m", "moonpool", "frontend", *options, *listen, *more_options]
     with _process(command, core, f"http://127.0.0.1:{port}") as server:
         wait(lambda: httpx.get(f"{server.url}/health").is_success, "the front end")
         yield server

@@ -19,8 +19,8 @@ export class ApiError extends Error {
 }
 
 // Returns the response; raises ApiError with the server's own sentence.
-export async function call(path, body, signal) {
-  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+export async function call(path, body, signal, more = {}) {
+  const headers = key ? { Authorization: `Bearer ${key}`, ...more } : more;
   const options = body === undefined ? { headers, signal } : { method: "POST", headers, body: JSON.stringify(body), signal };
   let response;
   try {

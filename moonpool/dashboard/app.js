@@ -9,12 +9,13 @@ import { duration } from "./format.js";
 import * as overview from "./overview.js";
 import * as predictions from "./predictions.js";
 import * as requests from "./requests.js";
+import * as tour from "./tour.js";
 
-const VIEWS = { overview, cluster, residency: blocks, requests, predictions, chat };
-const TITLES = { overview: "Overview", cluster: "Cluster", residency: "Residency", requests: "Requests", predictions: "Predictions", chat: "Chat" };
+const VIEWS = { overview, cluster, residency: blocks, requests, predictions, chat, tour };
+const TITLES = { overview: "Overview", cluster: "Cluster", residency: "Residency", requests: "Requests", predictions: "Predictions", chat: "Chat", tour: "Tour" };
 const POLL_MS = 1000, KEPT_POINTS = 450, THEME = "moonpool-theme";
 
-const page = { status: null, points: [], error: null, name: "", epoch: 0 }; // epoch: changes when everything must be drawn again
+const page = { status: null, points: [], error: null, name: "", tabs: "", epoch: 0 }; // epoch: changes when everything must be drawn again
 const $ = (id) => document.getElementById(id);
 
 function wanted() {
@@ -56,8 +57,13 @@ function drawHead() {
 }
 
 function drawTabs() {
-  show($("tabs"), Object.keys(VIEWS).map((name) =>
+  const names = Object.keys(VIEWS).filter((name) => name !== "tour" || page.name === "tour" || page.status?.has_tour);
+  show($("tabs"), names.map((name) =>
     h("a", { href: `#${name}`, "aria-current": name === page.name ? "page" : null }, TITLES[name])));
+  const shown = page.status ? `${page.name} of ${names}` : "";
+  if (shown === page.tabs) return;
+  page.tabs = shown; // a narrow window shows some tabs only
+  document.querySelector("nav a[aria-current]").scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
 function drawKeyForm() {

@@ -7,7 +7,7 @@ import { bytes, count, many } from "./format.js";
 
 const TIERS = [{ kind: "dram", label: "DRAM" }, { kind: "ssd", label: "SSD" }, { kind: "used", label: "DRAM and SSD" }];
 const CELL = 9, GAP = 1, MOST_TREES = 200;
-const state = { blocks: [], trees: [], cells: [], total: 0, truncated: false, chosen: null, detail: null, cursor: 0, error: null, loading: false, open: null };
+const state = { blocks: [], trees: [], cells: [], total: 0, next: null, pages: [{ cursor: 0, before: 0 }], chosen: null, detail: null, cursor: 0, error: null, loading: false, open: null };
 let redraw = () => {}, dirty = true, epoch = -1;
 
 // Rows of the answer as objects; children and trees by way of the parents' positions.
@@ -31,14 +31,16 @@ function read(answer) {
   trees.sort((one, two) => two.uses - one.uses || two.members.length - one.members.length);
   const leaves = blocks.filter((each) => !each.children.length && each.rank !== null && !each.is_kept).sort((one, two) => one.rank - two.rank);
   leaves.slice(0, Math.max(1, Math.ceil(leaves.length / 20))).forEach((each) => { each.goes_next = true; });
-  Object.assign(state, { blocks, trees, cells: trees.flatMap((tree) => tree.members), total: answer.total, truncated: answer.truncated, segments: answer.segments });
+  Object.assign(state, { blocks, trees, cells: trees.flatMap((tree) => tree.members), total: answer.total, next: answer.next, segments: answer.segments });
 }
 
+// Reads one part of the pool; only this part is kept, so a pool of any size can be looked through.
 async function load() {
   state.loading = true;
   redraw();
   try {
-    read(await getJson("/v1/blocks"));
+    read(await getJson(`/v1/blocks?cursor=${state.pages.at(-1).cursor}`));
+    state.cursor = 0;
     state.error = null;
   } catch (error) {
     state.error = error.message;
@@ -47,8 +49,19 @@ async function load() {
   redraw();
 }
 
+function forward() {
+  state.pages.push({ cursor: state.next, before: state.pages.at(-1).before + state.blocks.length });
+  load();
+}
+
+function back() {
+  state.pages.pop();
+  load();
+}
+
 export function enter(page, draw) {
   redraw = () => { dirty = true; draw(); };
+  state.pages = [{ cursor: 0, before: 0 }];
   load();
 }
 
@@ -157,6 +170,12 @@ function treeRow(tree) {
     tree.members.length > 100 ? h("span", { class: "hint" }, `and ${tree.members.length - 100} more on the map`) : null))) : null];
 }
 
+function range() {
+  const { before } = state.pages.at(-1), number = (value) => value.toLocaleString("en");
+  if (!before && state.next === null) return `${many(state.blocks.length, "block")}. `;
+  return `Blocks ${number(before + 1)} to ${number(before + state.blocks.length)} of ${number(state.total)}; a prefix may go on in another part. `;
+}
+
 // Draws only what has changed.
 export function draw(root, page) {
   if (!dirty && epoch === page.epoch && root.childElementCount) return;
@@ -168,9 +187,11 @@ export function draw(root, page) {
     return `${segment.node} ${segment.tier.toUpperCase()}: ${many(held, "block")}`;
   }).join(" · ") : "";
   show(root, life(), h("section", { class: "card rows" },
-    h("div", { class: "tools" }, h("h2", {}, "Blocks of the pool, hottest prefixes first"), h("button", { onclick: load, disabled: state.loading }, "Read again")),
+    h("div", { class: "tools" }, h("h2", {}, "Blocks of the pool, hottest prefixes first"), h("button", { onclick: load, disabled: state.loading }, "Read again"),
+      state.pages.length > 1 ? h("button", { id: "back", onclick: back, disabled: state.loading }, "Blocks before these") : null,
+      state.next !== null ? h("button", { id: "forward", onclick: forward, disabled: state.loading }, "Blocks after these") : null),
     state.error ? h("p", { class: "badge bad", role: "alert" }, state.error) : null,
-    h("p", { class: "hint" }, state.truncated ? `The first ${count(state.blocks.length)} of ${count(state.total)} blocks. ` : `${many(state.blocks.length, "block")}. `,
+    h("p", { class: "hint" }, h("span", { "data-range": true }, range()),
       "Each square is a block; a dark edge begins a prefix, stronger colour was reused more often, a red point goes next when room is needed. ", nodes),
     legend(TIERS), state.cells.length ? map() : h("p", { class: "hint" }, state.loading ? "Reading." : "The pool holds no blocks.")),
   state.trees.length ? h("section", { class: "card" }, h("h2", {}, "Prefixes"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Prefixes" }, h("table", {},

@@ -91,7 +91,7 @@ const ago = (value) => (value >= 90 ? `${Math.round(value / 60)} min ago` : `${M
 
 // points: [[predicted, measured]] in seconds, on logarithmic scales.
 export function scatter(points, width, height, format) {
-  const margin = 48, flat = points.flat().filter((each) => each > 0);
+  const margin = 58, flat = points.flat().filter((each) => each > 0);
   const low = 10 ** Math.floor(Math.log10(Math.min(...flat, 0.01))), high = 10 ** Math.ceil(Math.log10(Math.max(...flat, low * 10)));
   const part = (value) => Math.log(value / low) / Math.log(high / low);
   const x = (value) => margin + part(value) * (width - margin - 28), y = (value) => height - 36 - part(value) * (height - 62);
@@ -102,7 +102,7 @@ export function scatter(points, width, height, format) {
     ticks.map((tick) => s("g", {},
       s("line", { class: "grid", x1: x(low), x2: x(high), y1: y(tick), y2: y(tick) }),
       s("text", { class: "tick", x: margin - 6, y: y(tick) + 4, "text-anchor": "end" }, format(tick)),
-      s("text", { class: "tick", x: x(tick), y: height - 20, "text-anchor": "middle" }, format(tick)))),
+      s("text", { class: "tick", x: x(tick), y: height - 20, "text-anchor": tick === low ? "start" : "middle" }, format(tick)))),
     s("line", { class: "target", x1: x(low), y1: y(low), x2: x(high), y2: y(high) }),
     points.map(([predicted, measured]) => s("circle", { class: "dot", r: 3, cx: x(predicted).toFixed(1), cy: y(measured).toFixed(1) })),
     s("text", { class: "tick", x: width - 8, y: height - 4, "text-anchor": "end" }, "predicted →"),

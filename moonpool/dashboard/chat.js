@@ -33,7 +33,8 @@ async function events(response, take) {
   }
 }
 
-async function path(id) {
+// Returns the record of a request that has ended; null if there is none after a second.
+export async function recordOf(id) {
   for (let tries = 0; tries < 10; tries++) {
     try {
       const { record } = (await getJson(`/v1/records/${id}`)).data[0];
@@ -73,7 +74,7 @@ async function ask(turn, page) {
       }
       redraw();
     });
-    run.record = id && (await path(id));
+    run.record = id && (await recordOf(id));
   } catch (error) {
     if (error.name !== "AbortError") state.error = error.message;
   }

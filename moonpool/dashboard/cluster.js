@@ -53,7 +53,7 @@ function flow(status, width) {
   const box = { width: Math.min(150, width * 0.26), height: 34, gap: 30 };
   const tallest = Math.max(columns[0].length, columns[2].length, 1);
   const height = tallest * (box.height + box.gap) + 26;
-  const left = [0, (width - box.width) / 2, width - box.width];
+  const left = [1, (width - box.width) / 2, width - box.width - 1]; // the strokes of the outer boxes need a pixel
   const middle = (column, at) => 20 + ((at + 0.5) * (height - 26)) / Math.max(1, columns[column].length);
   const edge = (from, to, value, kind, text, above) => {
     const [x1, y1] = from, [x2, y2] = to, bend = (x1 + x2) / 2;
@@ -64,8 +64,8 @@ function flow(status, width) {
   const pool = middle(1, 0), edges = [];
   columns[0].forEach((each, at) => {
     const y = middle(0, at);
-    edges.push(edge([box.width, y - 6], [left[1], pool - 6], each.pool_read_nbytes_s, "busy", `← ${rate(each.pool_read_nbytes_s)}`, true));
-    edges.push(edge([box.width, y + 6], [left[1], pool + 6], each.pool_written_nbytes_s, "busy", `→ ${rate(each.pool_written_nbytes_s)}`, false));
+    edges.push(edge([left[0] + box.width, y - 6], [left[1], pool - 6], each.pool_read_nbytes_s, "busy", `← ${rate(each.pool_read_nbytes_s)}`, true));
+    edges.push(edge([left[0] + box.width, y + 6], [left[1], pool + 6], each.pool_written_nbytes_s, "busy", `→ ${rate(each.pool_written_nbytes_s)}`, false));
   });
   columns[2].forEach((each, at) => edges.push(
     edge([left[1] + box.width, pool], [left[2], middle(2, at)], each.pool_written_nbytes_s, "busy", `← ${rate(each.pool_written_nbytes_s)}`, true)));
@@ -80,9 +80,16 @@ function flow(status, width) {
       s("text", { x: left[column] + box.width / 2, y: middle(column, at) + 5, "text-anchor": "middle" }, each.name)))));
 }
 
+// The width that an element's padding leaves for its content; 0 without an element.
+function inner(element) {
+  if (!element) return 0;
+  const style = getComputedStyle(element);
+  return element.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+}
+
 export function draw(root, { status }) {
   const names = [...new Set([...status.workers, ...status.nodes].map((each) => each.machine))].sort();
-  const width = Math.max(300, (root.querySelector(".moves")?.clientWidth || root.clientWidth - 20) - 34);
+  const width = Math.max(280, inner(root.querySelector(".moves")) || inner(root) - 34); // 34: padding and border of a card; 280: before the layout
   const counters = status.pool?.counters || {};
   show(root,
     h("section", { class: "card moves" }, h("h2", {}, "Transfers"), flow(status, width),

@@ -13,7 +13,7 @@ export function seconds(value) {
 export function count(value) {
   if (value === null || value === undefined) return "–";
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]])
-    if (Math.abs(value) >= size) return round(value / (unit === "k" ? 1e3 : size), 1) + " " + unit;
+    if (Math.abs(value) >= size) return `${round(value / (unit === "k" ? 1e3 : size), 1)}\u00a0${unit}`;
   return round(value, Math.abs(value) < 10 ? 1 : 0);
 }
 

@@ -92,7 +92,16 @@ function timeline(record) {
   const steps = [["queue", record.waited_s + parts.queue_s, "queue"], ["pull", pull, "pull (beside computing)"],
     ["compute", parts.compute_s - pull, "compute"], ["handoff", parts.handoff_s, "hand-off"], ["decode", decode, "decode"]];
   const label = steps.filter(([, value]) => value > 0).map(([, value, name]) => `${name} ${seconds(value)}`).join(", ");
-  return h("div", { class: "rows" }, bar(steps.map(([kind, value]) => ({ kind, value })), 0, label), h("p", { class: "hint" }, label));
+  return h("div", { class: "rows" }, bar(steps.map(([kind, value]) => ({ kind, value })), 0, label), h("p", { class: "hint" }, label), layers(parts));
+}
+
+// When each layer of the KV had come from the pool: the model computes a layer as soon as it is there.
+function layers(parts) {
+  const ends = parts.pull_layers_s;
+  if (!ends.length) return null;
+  const gaps = ends.map((end, at) => end - (at ? ends[at - 1] : 0));
+  const label = `pull of ${ends.length} layers: the first was there after ${seconds(ends[0])}, the last after ${seconds(ends.at(-1))}, the slowest took ${seconds(Math.max(...gaps))}`;
+  return [bar(gaps.map((value, at) => ({ kind: at % 2 ? "pull" : "pull odd", value })), 0, label), h("p", { class: "hint", "data-layers": ends.length }, label)];
 }
 
 function attempts(record) {

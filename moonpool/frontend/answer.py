@@ -10,22 +10,25 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from pydantic import BaseModel
-from starlette.requests import ClientDisconnect, Request
+import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moonpool.base.errors import Cancelled, Internal, MoonpoolError
 from moonpool.frontend.choice import ChoiceEvent
-from moonpool.frontend.http_errors import error_reply
+from moonpool.frontend.http_errors import error_json
+from moonpool.frontend.protocol import WATCH_CLIENT
+from moonpool.frontend.replies import Reply, json_response
 from moonpool.frontend.request_handler import ClientRequest
 from moonpool.frontend.until_failure import until_failure
 from moonpool.worker.messages import TokenOut
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_ENCODER = msgspec.json.Encoder()
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -42,19 +45,19 @@ class ChoiceResult:
 class AnswerFormat(Protocol):
     """How one endpoint writes its answers."""
 
-    def opening(self) -> Sequence[BaseModel]:
+    def opening(self) -> Sequence[Reply]:
         """Return the chunks that come before any text."""
         ...
 
-    def chunk(self, event: ChoiceEvent) -> BaseModel | None:
+    def chunk(self, event: ChoiceEvent) -> Reply | None:
         """Return the event as a chunk; None if there is nothing to show yet."""
         ...
 
-    def closing(self) -> Sequence[BaseModel]:
+    def closing(self) -> Sequence[Reply]:
         """Return the chunks that come after everything else."""
         ...
 
-    def whole(self, results: Sequence[ChoiceResult]) -> BaseModel: ...
+    def whole(self, results: Sequence[ChoiceResult]) -> Reply: ...
 
 
 async def answer(request: Request, client_request: ClientRequest, form: AnswerFormat, *, stream: bool) -> Response:
@@ -70,8 +73,8 @@ async def answer(request: Request, client_request: ClientRequest, form: AnswerFo
         result.tokens += event.tokens
         result.finish_reason = event.finish_reason or result.finish_reason
 
-    await while_connected(request.receive, client_request.run(collect))
-    return Response(form.whole(results).model_dump_json(exclude_unset=True), media_type="application/json")
+    await while_connected(request.scope, client_request.run(collect))
+    return json_response(form.whole(results))
 
 
 class EventStream(Response):
@@ -87,7 +90,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send_all(scope, send))
+            await while_connected(scope, self._send_all(scope, send))
         except Cancelled as error:
             if not self._started:
                 raise
@@ -111,7 +114,7 @@ class EventStream(Response):
             failure = error if isinstance(error, MoonpoolError) else Internal("a bug in the front end")
             _LOG.warning("%s failed in the middle of its stream", self._client_request.request_id, exc_info=error)
             scope["state"]["outcome"] = failure.code
-            last = sse(error_reply(failure))
+            last = _event(error_json(failure))
         else:
             last = b"".join(map(sse, self._form.closing())) + _DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -123,32 +126,31 @@ class EventStream(Response):
         return b"".join(map(sse, self._form.opening()))
 
 
-def sse(reply: BaseModel) -> bytes:
+def sse(reply: Reply) -> bytes:
     """Return the reply as one server-sent event. JSON escapes line breaks, so the event is one line."""
-    return b"data: " + reply.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+    return _event(_ENCODER.encode(reply))
 
 
-async def read_body(request: Request) -> bytes:
-    """Return the whole body; raise Cancelled if the client disconnects first. The request does not keep the bytes."""
-    try:
-        return b"".join([chunk async for chunk in request.stream()])
-    except ClientDisconnect:
-        raise Cancelled("the client went away") from None
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+async def read_body(receive: Receive) -> bytes:
+    """Return the whole body; raise Cancelled if the client disconnects first."""
+    chunks: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client went away")
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def while_connected(scope: Scope, work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of the work. If the client disconnects first, cancel the work and raise Cancelled.
 
-    The request's body must have been read: from then on, `receive` returns only when the client is gone.
+    The request's body must have been read.
     """
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        return await until_failure(work, leaving)
-    finally:
-        leaving.cancel()
-
-
-async def _disconnected(receive: Receive) -> NoReturn:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise Cancelled("the client went away")
+    with scope["extensions"][WATCH_CLIENT]() as gone:
+        return await until_failure(work, gone)

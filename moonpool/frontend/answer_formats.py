@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from msgspec import UNSET
+
 from moonpool.frontend import CHAT_ID, COMPLETION_ID
 from moonpool.frontend.answer import ChoiceResult
 from moonpool.frontend.choice import ChoiceEvent
@@ -22,6 +24,7 @@ from moonpool.frontend.replies import (
     CompletionLogprobs,
     TokenLogprob,
     TopLogprob,
+    Usage,
 )
 from moonpool.frontend.request_handler import ClientRequest
 from moonpool.frontend.schema import ChatBody, CompletionBody
@@ -53,9 +56,7 @@ class ChatFormat:
     def closing(self) -> Sequence[ChatChunk]:
         if not self._includes_usage:
             return []
-        chunk = self._chunk([])
-        chunk.usage = self._request.usage
-        return [chunk]
+        return [self._chunk([], self._request.usage)]
 
     def whole(self, results: Sequence[ChoiceResult]) -> ChatCompletion:
         return ChatCompletion(
@@ -66,7 +67,7 @@ class ChatFormat:
             choices=[
                 ChatChoice(
                     index=result.index,
-                    message=AssistantMessage(role="assistant", content=result.text, refusal=None),
+                    message=AssistantMessage(role="assistant", content=result.text),
                     logprobs=self._logprobs(result.tokens),
                     finish_reason=result.finish_reason,
                 )
@@ -86,17 +87,15 @@ class ChatFormat:
     def _choice(index: int, delta: ChatDelta, logprobs: ChatLogprobs | None, finish: str | None) -> ChatChunkChoice:
         return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
 
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        chunk = ChatChunk(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._request.created,
-            model=self._request.model,
-            choices=choices,
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        return ChatChunk(
+            self._id,
+            "chat.completion.chunk",
+            self._request.created,
+            self._request.model,
+            choices,
+            usage if self._includes_usage else UNSET,  # null in all chunks but the last, as in OpenAI's API
         )
-        if self._includes_usage:
-            chunk.usage = None  # null in all chunks but the last, as in OpenAI's API
-        return chunk
 
 
 class CompletionFormat:
@@ -119,18 +118,14 @@ class CompletionFormat:
     def closing(self) -> Sequence[Completion]:
         if not self._includes_usage:
             return []
-        chunk = self._completion([])
-        chunk.usage = self._request.usage
-        return [chunk]
+        return [self._completion([], self._request.usage)]
 
     def whole(self, results: Sequence[ChoiceResult]) -> Completion:
         choices = [
             self._choice(one.index, one.text, self._logprobs(one.index, one.tokens), one.finish_reason)
             for one in results
         ]
-        completion = self._completion(choices)
-        completion.usage = self._request.usage
-        return completion
+        return self._completion(choices, self._request.usage)
 
     def _logprobs(self, index: int, tokens: Sequence[TokenOut]) -> CompletionLogprobs | None:
         if not self._wants_logprobs or not tokens:
@@ -143,17 +138,15 @@ class CompletionFormat:
     def _choice(index: int, text: str, logprobs: CompletionLogprobs | None, finish: str | None) -> CompletionChoice:
         return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
 
-    def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        completion = Completion(
-            id=f"{COMPLETION_ID}{self._request.request_id}",
-            object="text_completion",
-            created=self._request.created,
-            model=self._request.model,
-            choices=choices,
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+        return Completion(
+            f"{COMPLETION_ID}{self._request.request_id}",
+            "text_completion",
+            self._request.created,
+            self._request.model,
+            choices,
+            usage if usage is not None or self._includes_usage else UNSET,  # null in all chunks but the last
         )
-        if self._includes_usage:
-            completion.usage = None  # null in all chunks but the last, as in OpenAI's API
-        return completion
 
 
 def chat_logprobs(tokens: Sequence[TokenOut], token_text: TokenText) -> ChatLogprobs:

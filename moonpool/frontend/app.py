@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp
 
 import moonpool
 from moonpool.base.errors import InvalidInput, NotFound, Unavailable
-from moonpool.conductor.messages import DEFAULT_RECORDS, ExplainRequest, ExportTrace, Records
+from moonpool.base.metrics import CONTENT_TYPE
+from moonpool.conductor.messages import DEFAULT_RECORDS, ExplainRequest, ExportTrace, RecordRows, Records
 from moonpool.frontend import bare_id, http_errors
 from moonpool.frontend.blocks import add_blocks
 from moonpool.frontend.completions import PREFIX, REF, Completions
@@ -23,12 +23,14 @@ from moonpool.frontend.gate import Gate
 from moonpool.frontend.health import check_health
 from moonpool.frontend.metrics import Roles, metrics_page
 from moonpool.frontend.pages import add_pages
-from moonpool.frontend.replies import ErrorReply, Model, ModelList, json_response
+from moonpool.frontend.replies import ErrorReply, Model, ModelList, json_response, reply_schemas
 from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.schema import ChatBody, CompletionBody
 from moonpool.frontend.status import StatusCollector
 from moonpool.frontend.status_reply import status_schema
+from moonpool.frontend.status_shortcut import StatusShortcut
 from moonpool.frontend.tenants import Reader
+from moonpool.frontend.tracing import Tracing
 from moonpool.frontend.workers import STATUS_TIMEOUT_S
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -38,8 +40,17 @@ _MAX_RECORDS = 10_000
 _MAX_BLOCK_TOKENS = 65_536
 
 
-def make_app(handler: RequestHandler, collector: StatusCollector, *, max_body_nbytes: int, name: str) -> ASGIApp:
-    """Return the whole app. `name` is this front end's name in its metrics."""
+def make_app(
+    handler: RequestHandler,
+    collector: StatusCollector,
+    *,
+    max_body_nbytes: int,
+    name: str,
+    add_more: Callable[[FastAPI], None] | None = None,
+    tracing: Tracing | None = None,
+) -> ASGIApp:
+    """Return the whole app. `name` is this front end's name in its metrics; `add_more` may add routes; `tracing` makes
+    a trace of each completion."""
     app = FastAPI(title="Moonpool", version=moonpool.__version__, responses=_ERRORS)
     http_errors.install(app)
 
@@ -49,7 +60,7 @@ def make_app(handler: RequestHandler, collector: StatusCollector, *, max_body_nb
     async def find_reader(request: Request) -> None:
         request.state.reader = handler.tenants.find_reader(request.headers.get("authorization"))
 
-    completions = Completions(app, handler)
+    completions = Completions(StatusShortcut(app, collector, handler.tenants), handler, tracing)
     private = APIRouter(prefix=PREFIX, dependencies=[Depends(find_tenant)])
     completions.describe(private)
     _add_models(private, handler)
@@ -61,7 +72,9 @@ def make_app(handler: RequestHandler, collector: StatusCollector, *, max_body_nb
     app.include_router(readable)
     _add_operations(app, handler, name)
     add_pages(app)
-    _add_types(app, types, ChatBody, CompletionBody)
+    if add_more is not None:
+        add_more(app)
+    _add_types(app, {**types, **reply_schemas(REF)}, ChatBody, CompletionBody)
     # Around the whole app, not as a middleware: FastAPI answers bugs (500) outside of its middlewares.
     return Gate(completions, handler.metrics, max_body_nbytes)
 
@@ -89,8 +102,15 @@ def _add_operations(app: FastAPI, handler: RequestHandler, name: str) -> None:
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics(roles: Roles = Roles.AUTO) -> Response:
-        page = await metrics_page(handler.metrics, handler.connections, handler.cluster, name=name, roles=roles)
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
+        page = await metrics_page(
+            handler.metrics,
+            handler.connections,
+            handler.cluster,
+            name=name,
+            model_name=handler.model.name,
+            roles=roles,
+        )
+        return Response(page, media_type=CONTENT_TYPE)
 
 
 def _add_status(router: APIRouter, collector: StatusCollector) -> dict[str, object]:
@@ -103,7 +123,7 @@ def _add_status(router: APIRouter, collector: StatusCollector) -> dict[str, obje
         """What the service does now, and its last 15 minutes every 2 s: only points after `since` (seconds since 1970).
         Figures are sums over all tenants, without names or text of requests."""
         reader: Reader = request.state.reader
-        return json_response(await collector.status(since, reader.tenant))
+        return Response(await collector.status_json(since, reader.tenant), media_type="application/json")
 
     return types
 
@@ -117,12 +137,13 @@ def _add_records(router: APIRouter, handler: RequestHandler) -> None:
         tenant: str | None = None,
     ) -> Response:
         """The newest decision records, newest last: what was decided, predicted and measured."""
-        call = Records(limit=limit, outcome=outcome, tenant=_own(request, tenant))
-        answers = await handler.connections.ask_conductors(call, STATUS_TIMEOUT_S)
+        wanted = Records(limit=limit, outcome=outcome, tenant=_own(request, tenant))
+        answers = await handler.connections.ask_conductors(RecordRows(wanted=wanted), STATUS_TIMEOUT_S)
         if all(answer is None for answer in answers):
             raise Unavailable("no conductor answers")
         found = sorted((each for answer in answers for each in answer or ()), key=lambda each: each.routed_at_s)
-        return json_response({"object": "list", "data": found[-limit:]})
+        rows = b",".join([each.json for each in found[-limit:]])
+        return Response(b'{"object":"list","data":[%b]}' % rows, media_type="application/json")
 
     @router.get("/records/trace")
     async def export_trace(

@@ -36,10 +36,10 @@ class SegmentPlace(msgspec.Struct, frozen=True):
 
 class BlocksReply(msgspec.Struct, frozen=True, kw_only=True):
     """`blocks` are lists with one value per name in `fields`; `parent` is a position in `blocks`, -1 for none, and
-    `segments` are positions in `segments`. `truncated`: the pool has more."""
+    `segments` are positions in `segments`. `next` is the cursor of the blocks after these; None: there are none."""
 
     total: int
-    truncated: bool
+    next: int | None
     segments: list[SegmentPlace]
     fields: tuple[str, ...]
     blocks: list[tuple[str, int, int, list[int], int, float | None, bool]]
@@ -51,8 +51,9 @@ class BlockReply(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[SegmentPlace]
 
 
-def as_reply(blocks: list[StoredBlock], infos: list[SegmentInfo], total: int, *, truncated: bool) -> BlocksReply:
-    """Return the blocks in JSON's terms: keys in hexadecimal, parents and segments by position."""
+def as_reply(blocks: list[StoredBlock], infos: list[SegmentInfo], total: int, next_cursor: int | None) -> BlocksReply:
+    """Return the blocks in JSON's terms: keys in hexadecimal, parents and segments by position. A block whose parent is
+    in another answer begins a tree here."""
     places = [_place(info) for info in infos]
     number = {place.name: at for at, place in enumerate(places)}
     row = {block.key: at for at, block in enumerate(blocks)}
@@ -68,7 +69,7 @@ def as_reply(blocks: list[StoredBlock], infos: list[SegmentInfo], total: int, *,
         )
         for block in blocks
     ]
-    return BlocksReply(total=total, truncated=truncated, segments=places, fields=_FIELDS, blocks=rows)
+    return BlocksReply(total=total, next=next_cursor, segments=places, fields=_FIELDS, blocks=rows)
 
 
 def _place(info: SegmentInfo) -> SegmentPlace:
@@ -79,18 +80,23 @@ def add_blocks(router: APIRouter, handler: RequestHandler) -> None:
     """Add the routes to the router, which sets `request.state.reader`."""
 
     @router.get("/blocks")
-    async def list_blocks(request: Request, limit: Annotated[int, Query(ge=1, le=MAX_BLOCKS)] = MAX_BLOCKS) -> Response:
-        """Objects of the pool with their prefixes, replicas, uses and rank for eviction. Needs an admin key."""
+    async def list_blocks(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_BLOCKS)] = MAX_BLOCKS,
+        cursor: Annotated[int, Query(ge=0)] = 0,
+    ) -> Response:
+        """Objects of the pool with their prefixes, replicas, uses and rank for eviction, from `cursor` on: 0, or the
+        `next` of an earlier answer. Needs an admin key."""
         master = await _master(request, handler)
         blocks: list[StoredBlock] = []
-        cursor: int | None = 0
-        while cursor is not None and len(blocks) < limit:
-            page = await master.call(ListBlocks(cursor=cursor, limit=_PAGE), timeout_s=STATUS_TIMEOUT_S)
+        at: int | None = cursor
+        while at is not None and len(blocks) < limit:
+            call = ListBlocks(cursor=at, limit=min(_PAGE, limit - len(blocks)))
+            page = await master.call(call, timeout_s=STATUS_TIMEOUT_S)
             blocks += page.blocks
-            cursor = page.cursor
+            at = page.cursor
         stats, infos = await asyncio.gather(master.call(Stats()), master.call(Segments()))
-        truncated = cursor is not None or len(blocks) > limit
-        return json_response(as_reply(blocks[:limit], infos, stats.num_objects, truncated=truncated))
+        return json_response(as_reply(blocks, infos, stats.num_objects, at))
 
     @router.get("/blocks/{key}")
     async def explain_block(request: Request, key: str) -> Response:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from moonpool.base.clock import Deadline
-from moonpool.base.errors import DeadlineExceeded, FatalRequest, MoonpoolError, Overloaded, Unavailable
+from moonpool.base.errors import DeadlineExceeded, FatalRequest, MoonpoolError, Overloaded, Unavailable, Unreachable
 from moonpool.base.keys import chain_keys
 from moonpool.conductor.messages import BeforeDecode, Decision, PrefillEnded, PrefillParts, RequestEnded, Route
 from moonpool.conductor.retries import Retries, RetryPolicy
@@ -27,6 +27,7 @@ from moonpool.engine.sequence import SamplingParams
 from moonpool.frontend.attempt import LOST, Attempt, TokenBatch
 from moonpool.frontend.metrics import FrontendMetrics
 from moonpool.frontend.text import TextAssembler, TextDelta
+from moonpool.frontend.tracing import ChoiceTrace
 from moonpool.frontend.workers import Connections
 from moonpool.worker.messages import PrefillReply, RequestSpec, TokenOut
 
@@ -52,8 +53,15 @@ class ChoiceRequest:
 class ChoiceRunner:
     """Runs one ChoiceRequest. Its deadline starts when the runner is made."""
 
-    def __init__(self, request: ChoiceRequest, connections: Connections, policy: RetryPolicy) -> None:
+    def __init__(
+        self,
+        request: ChoiceRequest,
+        connections: Connections,
+        policy: RetryPolicy,
+        trace: ChoiceTrace | None = None,
+    ) -> None:
         self._request = request
+        self._trace = trace
         self._connections = connections
         self._retries = Retries(policy)
         self._deadline = Deadline(request.timeout_s)
@@ -61,11 +69,17 @@ class ChoiceRunner:
         self._first: PrefillReply | None = None
         self._outcome = "cancelled"  # until the choice is done or fails
         self.ttft_s: float | None = None
+        self.queue_s: float | None = None  # waits before the prompt was computed: at the conductor, at the worker
         self._last_s = 0.0  # arrival of the newest token, in seconds since the start
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self._request.prompt)
+
+    @property
+    def last_token_s(self) -> float:
+        """When the newest token came, in seconds since the start."""
+        return self._last_s
 
     @property
     def num_attempts(self) -> int:
@@ -96,21 +110,32 @@ class ChoiceRunner:
                         self.mark_done()
                         return
                     self._retries.moved(attempt.decision.decode.name)
+                    self._trace_ended("moved")
                 except LOST as error:
+                    self._trace_ended(error.code)
                     await self._recover(attempt, error)
         except MoonpoolError as error:
             self._outcome = error.code
             raise
         finally:
+            self._trace_ended(self._outcome)
             self._report_end()
+
+    def _trace_ended(self, outcome: str) -> None:
+        if self._trace is not None:
+            self._trace.ended(outcome)
 
     async def _plan(self, is_moved: bool) -> Attempt:
         if not is_moved:
             self._retries.begin()
+        if self._trace is not None:
+            self._trace.began()
         request = self._request
         tokens = [*request.prompt, *self._output]
         keys = await self._keys(tokens)
         decision = await self._route(keys, len(tokens), is_moved)
+        if self._trace is not None:
+            self._trace.routed(decision)
         spec = RequestSpec(
             request_id=request.request_id,
             epoch=self._retries.epoch,
@@ -138,7 +163,10 @@ class ChoiceRunner:
                 return await self._ask(keys, num_tokens, is_stored)
             except (Overloaded, Unavailable) as error:
                 pause_s = self._retries.refused(
-                    self._elapsed_s, for_load=isinstance(error, Overloaded), has_tokens=bool(self._output)
+                    self._elapsed_s,
+                    for_load=isinstance(error, Overloaded),
+                    has_tokens=bool(self._output),
+                    is_cut_off=isinstance(error, Unreachable),
                 )
                 if pause_s is None or self._connections.closed:
                     raise
@@ -165,11 +193,14 @@ class ChoiceRunner:
         if batch.prefill is not None:
             may_be_refused = decision.asks_before_decode and not self._output and batch.finish_reason is None
             await self._report_prefill_ended(may_be_refused)
+        if self._trace is not None:
+            self._trace.accepted(batch)
         self._output += [out.token for out in batch.tokens]
         self._last_s = self._elapsed_s
         if self._first is None and batch.prefill is not None:
             self._first = batch.prefill
             self.ttft_s = self._elapsed_s
+            self.queue_s = decision.waited_s + batch.prefill.queue_s
 
     async def _report_prefill_ended(self, may_be_refused: bool) -> None:
         request_id = self._request.request_id
@@ -244,7 +275,11 @@ class ChoiceRunner:
 
 def _parts(reply: PrefillReply) -> PrefillParts:
     return PrefillParts(
-        queue_s=reply.queue_s, pull_s=reply.pull_s, compute_s=reply.compute_s, handoff_s=reply.handoff_s
+        queue_s=reply.queue_s,
+        pull_s=reply.pull_s,
+        compute_s=reply.compute_s,
+        handoff_s=reply.handoff_s,
+        pull_layers_s=reply.pull_layers_s,
     )
 
 
@@ -304,6 +339,10 @@ class Choice:
 
     def _assemble(self, batch: TokenBatch) -> ChoiceEvent:
         """Return the batch as an event, without the tokens that follow a stop string."""
+        prefill = None if self._prefilled.is_set() else batch.prefill
+        if not self._assembler.has_stops:
+            piece = self._assembler.push_all([out.token for out in batch.tokens], batch.finish_reason)
+            return ChoiceEvent(self.index, piece.text, batch.tokens, piece.finish_reason, prefill)
         text, count = "", 0
         piece = TextDelta("", None)
         for count, out in enumerate(batch.tokens, start=1):
@@ -315,16 +354,19 @@ class Choice:
         if not batch.tokens and batch.finish_reason is not None:
             piece = self._assembler.finish(batch.finish_reason)
             text = piece.text
-        prefill = None if self._prefilled.is_set() else batch.prefill
         return ChoiceEvent(self.index, text, batch.tokens[:count], piece.finish_reason, prefill)
 
     def _observe(self, event: ChoiceEvent, since_last_s: float | None) -> None:
         self._metrics.output_tokens.inc(len(event.tokens))
         if event.prefill is not None:
             self._prefilled.set()
-            self._metrics.count_prefill(self._runner.num_prompt_tokens, event.prefill, self._runner.ttft_s)
+            runner = self._runner
+            self._metrics.count_prefill(runner.num_prompt_tokens, event.prefill, runner.ttft_s, runner.queue_s)
         if event.finish_reason is not None:
-            self._metrics.replans.inc(self._runner.num_attempts - 1)
-            self._metrics.moves.inc(self._runner.num_moves)
+            self._metrics.answer_time.observe(self._runner.last_token_s)
+            if self._runner.num_attempts > 1:
+                self._metrics.replans.inc(self._runner.num_attempts - 1)
+            if self._runner.num_moves:
+                self._metrics.moves.inc(self._runner.num_moves)
         if since_last_s is not None and event.tokens:
             self._metrics.tbt.observe(since_last_s / len(event.tokens))

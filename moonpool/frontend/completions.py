@@ -19,9 +19,10 @@ from moonpool.frontend.answer import AnswerFormat, answer, read_body
 from moonpool.frontend.answer_formats import ChatFormat, CompletionFormat, TokenText
 from moonpool.frontend.http_errors import response_for
 from moonpool.frontend.prompts import CHAT, COMPLETION, Endpoint
-from moonpool.frontend.replies import ChatCompletion, Completion
+from moonpool.frontend.replies import ChatCompletion, Completion, Reply
 from moonpool.frontend.request_handler import ClientRequest, RequestHandler
 from moonpool.frontend.schema import ChatBody, CompletionBody, SamplingBody
+from moonpool.frontend.tracing import Tracing
 
 _B = TypeVar("_B", bound=SamplingBody)
 MakeFormat: TypeAlias = Callable[[ClientRequest, _B, TokenText], AnswerFormat]
@@ -34,9 +35,10 @@ REF = "#/components/schemas/{model}"
 class Completions:
     """Answers POSTs of the two endpoints; `app` answers all other requests."""
 
-    def __init__(self, app: ASGIApp, handler: RequestHandler) -> None:
+    def __init__(self, app: ASGIApp, handler: RequestHandler, tracing: Tracing | None = None) -> None:
         self._app = app
         self._handler = handler
+        self._tracing = tracing
         self._endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
             PREFIX + CHAT_PATH: self.create_chat_completion,
             PREFIX + COMPLETION_PATH: self.create_completion,
@@ -48,6 +50,19 @@ class Completions:
         if endpoint is None:
             await self._app(scope, receive, send)
             return
+        if self._tracing is None:
+            await self._answer(endpoint, scope, receive, send)
+            return
+        trace = scope["state"]["trace"] = self._tracing.begin(scope)
+        try:
+            await self._answer(endpoint, scope, receive, self._tracing.sending(trace, send))
+        finally:
+            state = scope["state"]
+            self._tracing.end(trace, state["request_id"], state.get("outcome", "cancelled"))
+
+    async def _answer(
+        self, endpoint: Callable[[Request], Awaitable[Response]], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         started = False
 
         async def send_noted(message: Message) -> None:
@@ -77,8 +92,10 @@ class Completions:
 
     async def _create(self, request: Request, endpoint: Endpoint[_B], make_format: MakeFormat[_B]) -> Response:
         tenant = self._handler.tenants.find(request.headers.get("authorization"))
-        raw = await read_body(request)
-        client_request, body = await self._handler.prepare_request(request.state.request_id, tenant, endpoint, raw)
+        raw = await read_body(request.receive)
+        client_request, body = await self._handler.prepare_request(
+            request.state.request_id, tenant, endpoint, raw, request.scope["state"].get("trace")
+        )
         form = make_format(client_request, body, self._handler.model.codec.token_text)
         return await answer(request, client_request, form, stream=bool(body.stream))
 
@@ -88,16 +105,21 @@ class Completions:
             CHAT_PATH,
             self.create_chat_completion,
             methods=["POST"],
-            response_model=ChatCompletion,
+            responses=_answer_type(ChatCompletion),
             openapi_extra=_request_body(ChatBody),
         )
         router.add_api_route(
             COMPLETION_PATH,
             self.create_completion,
             methods=["POST"],
-            response_model=Completion,
+            responses=_answer_type(Completion),
             openapi_extra=_request_body(CompletionBody),
         )
+
+
+def _answer_type(reply: type[Reply]) -> dict[int | str, dict[str, Any]]:
+    """Return a route's `responses` that refer to the type of its answer."""
+    return {200: {"content": {"application/json": {"schema": {"$ref": REF.format(model=reply.__name__)}}}}}
 
 
 def _request_body(model: type[BaseModel]) -> dict[str, Any]:

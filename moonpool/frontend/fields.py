@@ -11,6 +11,7 @@ The content type does not matter: `curl -d` without a header claims to send a fo
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import json
@@ -18,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -175,7 +177,13 @@ def _unknown(name: str, known: Collection[str]) -> PydanticCustomError:
 
 
 def decode_json(raw: bytes) -> Any:
-    """Return the value that `raw` holds as JSON; InvalidInput if it holds none."""
+    """Return the value that `raw` holds as JSON; InvalidInput if it holds none.
+
+    msgspec takes a quarter of the time and gives equal values, but refuses what json accepts (half a surrogate pair,
+    NaN), and says less about errors.
+    """
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(raw)
     try:
         return json.loads(raw)
     except json.JSONDecodeError as error:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Awaitable
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moonpool.frontend.metrics import FrontendMetrics
+from moonpool.frontend.metrics import COUNTED_PATHS, FrontendMetrics
 
 _LOG = logging.getLogger(__name__)
 _NUM_LARGE_BODIES = 8  # largest bodies that may be held at the same time
 _LEAST_HELD_NBYTES = 64 * 1024 * 1024
 _MAX_LENGTH_DIGITS = 19  # of a Content-Length; the parser refuses longer ones
-COUNTED_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 class Gate:
@@ -42,7 +41,7 @@ class Gate:
             nonlocal answered
             if message["type"] == "http.response.start":
                 body.release()
-                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
                 state.setdefault("outcome", "done" if message["status"] < 400 else f"http_{message['status']}")
             await send(message)
             answered = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -59,11 +58,13 @@ class Gate:
             body.release()
 
     async def _counted(self, path: str, state: dict[str, str], work: Awaitable[None]) -> None:
-        with self._metrics.running.track_inprogress(), self._metrics.request_time.labels(path).time():
-            try:
-                await work
-            finally:
-                self._metrics.requests.labels(path, state.get("outcome", "cancelled")).inc()
+        began_s = time.perf_counter()
+        self._metrics.running.inc()
+        try:
+            await work
+        finally:
+            self._metrics.running.dec()
+            self._metrics.count_request(path, state.get("outcome", "cancelled"), time.perf_counter() - began_s)
 
     def hold(self, nbytes: int) -> None:
         """Count bytes of a body that is held in memory. Raise HTTPException 503 if bodies take too much memory."""
@@ -88,18 +89,18 @@ class _BodyMeter:
         self._held_nbytes = 0
 
     def bounded(self, scope: Scope, receive: Receive) -> Receive:
-        length = Headers(scope=scope).get("content-length", "0")
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         limit = self._gate.max_body_nbytes
-        too_large = HTTPException(413, f"the body is larger than {limit} bytes, which is more than the model can read")
+        is_too_large = length.isdigit() and int(length[:_MAX_LENGTH_DIGITS]) > limit
 
         async def receive_bounded() -> Message:
-            if length.isdigit() and int(length[:_MAX_LENGTH_DIGITS]) > limit:
-                raise too_large
+            if is_too_large:
+                raise _too_large(limit)
             message = await receive()
             nbytes = len(message.get("body", b""))
             self._received_nbytes += nbytes
             if self._received_nbytes > limit:
-                raise too_large
+                raise _too_large(limit)
             self._gate.hold(nbytes)
             self._held_nbytes += nbytes
             return message
@@ -110,3 +111,7 @@ class _BodyMeter:
         """Release the bytes of the body, which is no longer held. Idempotent."""
         self._gate.release(self._held_nbytes)
         self._held_nbytes = 0
+
+
+def _too_large(limit_nbytes: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {limit_nbytes} bytes, which is more than the model can read")

@@ -93,11 +93,13 @@ def counters_of(families: Iterable[MetricFamily]) -> dict[str, float]:
 
 def total(counters: Counters, name: str) -> float:
     """Return the counter, or the sum over its labels."""
-    return sum(value for each, value in counters.items() if each == name or each.startswith(f"{name}/"))
+    own = counters.get(name)
+    return sum(by_label(counters, name).values()) if own is None else own
 
 
 def by_label(counters: Counters, name: str) -> dict[str, float]:
-    return {each.removeprefix(f"{name}/"): value for each, value in counters.items() if each.startswith(f"{name}/")}
+    prefix = f"{name}/"
+    return {each.removeprefix(prefix): value for each, value in counters.items() if each.startswith(prefix)}
 
 
 def summed(parts: Iterable[Counters]) -> dict[str, float]:

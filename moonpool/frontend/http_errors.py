@@ -20,6 +20,7 @@ _MAX_MESSAGE_CHARS = 2000
 # Codes of HTTP errors that are not in the error tree.
 _CODES = {
     400: InvalidInput.code,
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     408: "too_slow",
@@ -41,6 +42,10 @@ def public_text(error: MoonpoolError) -> str:
 def error_reply(error: MoonpoolError) -> ErrorReply:
     param = error.param if isinstance(error, InvalidInput) else None
     return _reply(error.http_status, public_text(error), param, error.code)
+
+
+def error_json(error: MoonpoolError) -> bytes:
+    return error_reply(error).model_dump_json().encode()
 
 
 def reply_json(status: int, message: str, code: str | None = None) -> bytes:

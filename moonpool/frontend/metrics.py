@@ -7,28 +7,33 @@ from collections.abc import Coroutine
 from enum import StrEnum
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.base.metrics import (
     TIME_BUCKETS_S,
     GetMetrics,
     GetReportedMetrics,
-    MergedCollector,
     MetricFamily,
     RoleMetrics,
+    as_families,
+    metrics_text,
     process_metrics,
     snapshot,
 )
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.run_dirs import CONDUCTOR, numbered_name
 from moonpool.conductor.messages import ClaimSharedMetrics, WorkerRef, WorkerStatus
+from moonpool.frontend.vllm_names import with_vllm_names
 from moonpool.frontend.workers import ClusterDirectory, Connections
 from moonpool.worker.messages import PrefillReply
 
 SCRAPE_TIMEOUT_S = 1.0
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TBT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+COUNTED_PATHS = ("/v1/chat/completions", "/v1/completions")
+# Outcomes that are on the page before they happen: Prometheus sees no increase when a counter appears with its first.
+_USUAL_OUTCOMES = ("done", "cancelled", "invalid_input", "overloaded", "unavailable", "deadline_exceeded", "internal")
 
 
 class FrontendMetrics:
@@ -44,6 +49,18 @@ class FrontendMetrics:
             "moonpool_request_seconds",
             "Duration of whole requests, from the first byte to the last",
             ["endpoint"],
+            buckets=TIME_BUCKETS_S,
+            registry=own,
+        )
+        self.answer_time = Histogram(
+            "moonpool_answer_seconds",
+            "From a choice's start, its prompt in tokens, until its last token; choices that failed are not counted",
+            buckets=TIME_BUCKETS_S,
+            registry=own,
+        )
+        self.queue_time = Histogram(
+            "moonpool_queue_seconds",
+            "How long a choice waited, in the conductor's queue and at the worker, until its prompt was computed",
             buckets=TIME_BUCKETS_S,
             registry=own,
         )
@@ -67,21 +84,50 @@ class FrontendMetrics:
         )
         self.pool_nbytes = Counter("moonpool_pool_bytes", "KV bytes that prefill pulled from the pool", registry=own)
         self.unanswered = Counter("moonpool_scrapes_unanswered", "Roles that gave no metrics in time", registry=own)
+        self.missing_roles = Gauge("moonpool_missing_roles", "Roles that /health misses", registry=own)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Make the usual series, and keep those that every request changes: finding one takes longer than counting."""
+        self._request_times = {path: self.request_time.labels(path) for path in COUNTED_PATHS}
+        self._requests_done = {path: self.requests.labels(path, "done") for path in COUNTED_PATHS}
+        for path in COUNTED_PATHS:
+            for outcome in _USUAL_OUTCOMES:
+                self.requests.labels(path, outcome)
+        self._local, self._pool = (self.cached_tokens.labels(source) for source in ("local", "pool"))
+        self._dram, self._ssd, self._remote = (self.pulled_tokens.labels(tier) for tier in ("dram", "ssd", "remote"))
+
+    def count_request(self, path: str, outcome: str, seconds: float) -> None:
+        """Count a request that has ended; `path` is one of COUNTED_PATHS."""
+        self._request_times[path].observe(seconds)
+        (self._requests_done[path] if outcome == "done" else self.requests.labels(path, outcome)).inc()
 
     def families(self) -> list[MetricFamily]:
         """Return the metrics of this front end and of its process."""
         return [*snapshot(self.registry), *process_metrics()]
 
-    def count_prefill(self, num_prompt_tokens: int, reply: PrefillReply, ttft_s: float | None) -> None:
+    def counted(self) -> list[MetricFamily]:
+        """Return what the history of the last minutes is made of (history.py), which is asked for more often."""
+        metrics = (self.requests, self.prompt_tokens, self.output_tokens, self.cached_tokens, self.pulled_tokens)
+        return as_families(each for one in (*metrics, self.replans, self.ttft, self.tbt) for each in one.collect())
+
+    def count_prefill(
+        self, num_prompt_tokens: int, reply: PrefillReply, ttft_s: float | None, queue_s: float | None = None
+    ) -> None:
         self.prompt_tokens.inc(num_prompt_tokens)
-        self.cached_tokens.labels("local").inc(reply.local_tokens)
-        self.cached_tokens.labels("pool").inc(reply.pool_tokens)
-        self.pulled_tokens.labels("dram").inc(reply.pool_tokens - reply.ssd_tokens - reply.remote_tokens)
-        self.pulled_tokens.labels("ssd").inc(reply.ssd_tokens)
-        self.pulled_tokens.labels("remote").inc(reply.remote_tokens)
-        self.pool_nbytes.inc(reply.pool_nbytes)
+        if reply.local_tokens:
+            self._local.inc(reply.local_tokens)
+        if reply.pool_tokens:
+            self._pool.inc(reply.pool_tokens)
+            self._dram.inc(reply.pool_tokens - reply.ssd_tokens - reply.remote_tokens)
+            self._ssd.inc(reply.ssd_tokens)
+            self._remote.inc(reply.remote_tokens)
+        if reply.pool_nbytes:
+            self.pool_nbytes.inc(reply.pool_nbytes)
         if ttft_s is not None:
             self.ttft.observe(ttft_s)
+        if queue_s is not None:
+            self.queue_time.observe(queue_s)
 
 
 class Roles(StrEnum):
@@ -94,9 +140,16 @@ class Roles(StrEnum):
 
 
 async def metrics_page(
-    own: FrontendMetrics, connections: Connections, cluster: ClusterDirectory, *, name: str, roles: Roles = Roles.AUTO
+    own: FrontendMetrics,
+    connections: Connections,
+    cluster: ClusterDirectory,
+    *,
+    name: str,
+    model_name: str,
+    roles: Roles = Roles.AUTO,
 ) -> bytes:
-    """Return the Prometheus text of all roles that answer within SCRAPE_TIMEOUT_S; the others are counted.
+    """Return the Prometheus text of all roles that answer within SCRAPE_TIMEOUT_S; the others are counted. What vLLM
+    measures too is there under vLLM's names as well, with the label `model_name`.
 
     With several front ends and `roles` AUTO, the shared roles are on the page of one front end only, so that no series
     is collected twice. Front ends that share a port count as one: whichever answers shows all of them.
@@ -108,10 +161,8 @@ async def metrics_page(
         parts += await _scrape_all(own, connections, cluster)
     elif roles is Roles.AUTO:
         comment = b"# The other roles are on the page of another front end; /metrics?roles=all shows them here too.\n"
-    registry = CollectorRegistry()
     itself = RoleMetrics("frontend", name, own.families())
-    registry.register(MergedCollector([itself, *parts]))
-    return comment + generate_latest(registry)
+    return comment + metrics_text(with_vllm_names(part, model_name) for part in (itself, *parts))
 
 
 async def _claims_shared(connections: Connections) -> bool:

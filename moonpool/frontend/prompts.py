@@ -128,17 +128,17 @@ def prepare(model: ServedModel, endpoint: Endpoint[_B], raw: bytes) -> Prepared[
     if len(prompts) * body.num_choices > MAX_CHOICES_IN_ALL:
         raise InvalidInput(f"at most {MAX_CHOICES_IN_ALL} choices per request are allowed", param="n")
     for prompt in prompts:
-        output_room(len(prompt), body, model.max_model_len, model.sampling)
+        room = output_room(len(prompt), body, model.max_model_len)
+        body.sampling(max_tokens=room, seed=0, defaults=model.sampling)
     return Prepared(body, prompts)
 
 
-def output_room(num_prompt_tokens: int, body: SamplingBody, max_len: int, defaults: SamplingDefaults) -> int:
+def output_room(num_prompt_tokens: int, body: SamplingBody, max_len: int) -> int:
     """Return how many tokens may be generated. Raise PromptTooLong if the prompt and the requested output do not fit
-    the context, InvalidInput for sampling values that contradict each other."""
+    the context, InvalidInput if fewer than `min_tokens` may be."""
     room = _room(num_prompt_tokens, body, max_len)
     if body.min_tokens is not None and body.min_tokens > room:
         raise InvalidInput(f"min_tokens must be at most {room} here", param="min_tokens")
-    body.sampling(max_tokens=room, seed=0, defaults=defaults)
     return room
 
 

@@ -8,8 +8,10 @@ if all are in use, new ones may only request /health and /metrics. The limits ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import httptools
 from starlette.types import Receive, Scope, Send
@@ -17,10 +19,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from moonpool.base.errors import InvalidInput, Unavailable
+from moonpool.base.errors import Cancelled, InvalidInput, Unavailable
 from moonpool.frontend.connection import ConnectionLimits, ConnectionWatch, Phase
 from moonpool.frontend.http_errors import reply_json
 
+WATCH_CLIENT = "moonpool.watch_client"  # in a scope's extensions: GuardedProtocol.watch_client
 ALWAYS_SERVED = (b"/health", b"/metrics")
 _FULL = "all connections of the front end are in use; try again later"
 _TOO_SLOW = {
@@ -47,6 +50,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_surplus = False  # above max_connections
         self._is_refused = False  # an answer that closes the connection was sent; what still arrives is discarded
         self._unfinished_head_nbytes = 0
+        self._is_gone = False
+        self._watching: set[asyncio.Future[NoReturn]] = set()  # of requests that are being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,6 +60,31 @@ class GuardedProtocol(HttpToolsProtocol):
             self._is_surplus = True
             if num_connections > self._limits.max_connections + self._limits.reserve:
                 transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._tell_gone()
+
+    @contextlib.contextmanager
+    def watch_client(self) -> Iterator[asyncio.Future[NoReturn]]:
+        """Yield a future that fails with Cancelled when the client is gone. (ASGI's own way takes a task.)"""
+        self.flow.resume_reading()  # a request behind this one has paused it, and an end would not be noticed
+        gone: asyncio.Future[NoReturn] = self.loop.create_future()
+        self._watching.add(gone)
+        if self._is_gone:
+            self._tell_gone()
+        try:
+            yield gone
+        finally:
+            self._watching.discard(gone)
+
+    def _tell_gone(self) -> None:
+        self._is_gone = True
+        for gone in self._watching:
+            if not gone.done():
+                gone.set_exception(Cancelled("the client went away"))
+                gone.exception()  # a request that has just ended does not look at it
+        self._watching.clear()
 
     def _evict_idle(self) -> bool:
         """Close the connection that would time out first of those without a whole request. False if there is none."""
@@ -88,6 +118,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {WATCH_CLIENT: self.watch_client}  # type: ignore[dict-item]
         self._unfinished_head_nbytes = 0
         if self.cycle is None or self.cycle.response_complete:
             self.watch.head_began(self.loop.time())
@@ -173,6 +204,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 return
             cycle.disconnected = True
             cycle.message_event.set()
+            self._tell_gone()
         body = reply_json(status, message)
         self.flow.resume_reading()
         self.transport.write(

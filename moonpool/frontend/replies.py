@@ -1,93 +1,103 @@
-"""OpenAI's answer objects. Fields that were never set are omitted; fields set to None are null."""
+"""OpenAI's answer objects. Fields that were never set are omitted; fields set to None are null.
+
+Answers to prompts are types of msgspec; what FastAPI's routes return are types of pydantic.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import BaseModel
 from starlette.responses import Response
 
 FinishReason = Literal["stop", "length"]
 
 
-class PromptTokensDetails(BaseModel):
+class Reply(msgspec.Struct, frozen=True):
+    """msgspec writes these in a tenth of pydantic's time; a stream has one per token."""
+
+
+class PromptTokensDetails(Reply, frozen=True):
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(Reply, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(Reply, frozen=True):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class TokenLogprob(TopLogprob):
+class TokenLogprob(Reply, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(Reply, frozen=True):
     content: list[TokenLogprob]
-    refusal: None = None
 
 
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
+class AssistantMessage(Reply, frozen=True):
+    role: Literal["assistant"]
     content: str
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Reply, frozen=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Reply, frozen=True):
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
+    object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatDelta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
+class ChatDelta(Reply, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(Reply, frozen=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(Reply, frozen=True):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(Reply, frozen=True):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(Reply, frozen=True):
     """A choice of a whole answer or of a chunk; finish_reason is null in chunks only."""
 
     index: int
@@ -96,13 +106,13 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None
 
 
-class Completion(BaseModel):
+class Completion(Reply, frozen=True):
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
 
 
 class Model(BaseModel):
@@ -127,6 +137,12 @@ class ErrorDetail(BaseModel):
 
 class ErrorReply(BaseModel):
     error: ErrorDetail
+
+
+def reply_schemas(ref: str) -> dict[str, object]:
+    """Return the schemas of the answers to prompts, and of the types that these refer to by `ref`, for OpenAPI."""
+    template = ref.replace("{model}", "{name}")
+    return dict(msgspec.json.schema_components([ChatCompletion, Completion], ref_template=template)[1])
 
 
 def json_response(body: object) -> Response:

@@ -9,7 +9,7 @@ import struct
 import time
 from typing import TypeVar
 
-from moonpool.base.errors import Unavailable
+from moonpool.base.errors import Unavailable, Unreachable
 from moonpool.base.keys import tenant_root
 from moonpool.conductor.retries import Retries, RetryPolicy
 from moonpool.frontend.choice import Choice, ChoiceEvent, ChoiceRequest, ChoiceRunner, Emit
@@ -20,6 +20,7 @@ from moonpool.frontend.replies import PromptTokensDetails, Usage
 from moonpool.frontend.schema import SamplingBody
 from moonpool.frontend.tenants import Tenant, Tenants
 from moonpool.frontend.text import TextAssembler
+from moonpool.frontend.tracing import RequestTrace
 from moonpool.frontend.workers import ClusterDirectory, ClusterView, Connections
 
 _B = TypeVar("_B", bound=SamplingBody)
@@ -106,13 +107,15 @@ class RequestHandler:
         self._request_timeout_s = request_timeout_s
 
     async def prepare_request(
-        self, request_id: str, tenant: Tenant, endpoint: Endpoint[_B], raw: bytes
+        self, request_id: str, tenant: Tenant, endpoint: Endpoint[_B], raw: bytes, trace: RequestTrace | None = None
     ) -> tuple[ClientRequest, _B]:
         """Return the request, which is not running yet, and the checked body of `raw`. Raise InvalidInput or one of its
         subclasses for a bad body, Unavailable if no workers have registered in time."""
         prepared = await self._preparer.prepare(endpoint, raw)
         view = await self._view()
-        choices = self._choices(request_id, tenant, prepared.body, prepared.prompts, view)
+        choices = self._choices(request_id, tenant, prepared.body, prepared.prompts, view, trace)
+        if trace is not None:
+            trace.prepared()
         return ClientRequest(request_id, self.model.name, prepared.prompts, choices), prepared.body
 
     async def _view(self) -> ClusterView:
@@ -121,21 +124,28 @@ class RequestHandler:
         while True:
             try:
                 return await self.cluster.view()
-            except Unavailable:
-                pause_s = retries.refused(time.monotonic(), for_load=False, has_tokens=False)
+            except Unavailable as error:
+                is_cut_off = isinstance(error, Unreachable)
+                pause_s = retries.refused(time.monotonic(), for_load=False, has_tokens=False, is_cut_off=is_cut_off)
                 if pause_s is None or self.connections.closed:
                     raise
             await asyncio.sleep(pause_s)
 
     def _choices(
-        self, request_id: str, tenant: Tenant, body: SamplingBody, prompts: list[list[int]], view: ClusterView
+        self,
+        request_id: str,
+        tenant: Tenant,
+        body: SamplingBody,
+        prompts: list[list[int]],
+        view: ClusterView,
+        trace: RequestTrace | None,
     ) -> list[Choice]:
         root = tenant_root(tenant.secret, view.identity)
         base_seed = secrets.randbits(63) if body.seed is None else body.seed
         max_len = min(self.model.max_model_len, view.max_tokens)
         choices: list[Choice] = []
         for prompt in prompts:
-            room = output_room(len(prompt), body, max_len, self.model.sampling)
+            room = output_room(len(prompt), body, max_len)
             first: Choice | None = None
             for number in range(body.num_choices):
                 index = len(choices)
@@ -151,12 +161,20 @@ class RequestHandler:
                     tenant=tenant.name,
                     priority=-(body.priority or 0),  # as in vLLM, a client's lower number is served first
                 )
-                choices.append(self._choice(index, request, body, first))
+                choices.append(self._choice(index, request, body, first, trace))
                 first = first or choices[-1]
         return choices
 
-    def _choice(self, index: int, request: ChoiceRequest, body: SamplingBody, first: Choice | None) -> Choice:
-        runner = ChoiceRunner(request, self.connections, self._policy)
+    def _choice(
+        self,
+        index: int,
+        request: ChoiceRequest,
+        body: SamplingBody,
+        first: Choice | None,
+        trace: RequestTrace | None,
+    ) -> Choice:
+        noted = None if trace is None else trace.choice(index)
+        runner = ChoiceRunner(request, self.connections, self._policy, noted)
         assembler = TextAssembler(self.model.codec.stream(), body.stops, request.params.min_tokens)
         return Choice(index, runner, assembler, self.metrics, after=first)
 

@@ -116,7 +116,8 @@ class SamplingBody(Body):
     def _keep_known(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise refusal("the body must be a JSON object")
-        return keep_known(data, cls.model_fields, ignored=IGNORED, unsupported=cls.UNSUPPORTED)
+        # Not `model_fields`, which takes longer to find than the fields take to check.
+        return keep_known(data, cls.__pydantic_fields__, ignored=IGNORED, unsupported=cls.UNSUPPORTED)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -194,7 +195,7 @@ class ChatMessage(Body):
             return data
         if data.get("role") in ("tool", "function"):
             raise refusal("tool calls are not supported")
-        return keep_known(data, cls.model_fields, ignored=IGNORED_IN_MESSAGE, unsupported=UNSUPPORTED_IN_MESSAGE)
+        return keep_known(data, cls.__pydantic_fields__, ignored=IGNORED_IN_MESSAGE, unsupported=UNSUPPORTED_IN_MESSAGE)
 
     @field_validator("content", mode="before")
     @classmethod

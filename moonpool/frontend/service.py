@@ -32,6 +32,8 @@ from moonpool.frontend.protocol import GuardedProtocol
 from moonpool.frontend.request_handler import RequestHandler
 from moonpool.frontend.status import StatusCollector
 from moonpool.frontend.tenants import load_tenants
+from moonpool.frontend.tour import add_tour
+from moonpool.frontend.tracing import Tracing, make_tracing
 from moonpool.frontend.workers import Connections
 
 # Time in which running requests may finish when the front end is closed.
@@ -57,6 +59,7 @@ class FrontendConfig:
     # NAME=ADDRESS of each front end that listens at the same port, this one included; ADDRESS is where the others ask
     # for its metrics; may be repeated; default: this one has the port alone
     siblings: tuple[str, ...] = ()
+    tour_dir: str | None = None  # run directory of the launcher whose tour the live page offers; default: no tour
     tenants_file: str | None = None  # JSON file of tenants and their API keys; default: one tenant, no API key needed
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
     request_timeout_s: float = 600.0  # seconds after which a request fails
@@ -66,6 +69,9 @@ class FrontendConfig:
     prompt_process: bool = True  # tokenize long prompts in a separate process, so that they do not delay streams
     max_connections: int = ConnectionLimits.max_connections  # most client connections at the same time
     access_log: bool = False  # log one line per request
+    # OpenTelemetry collector (OTLP over HTTP) that gets one trace per request, for example http://127.0.0.1:4318; needs
+    # moonpool[otel]; default: no traces
+    otlp: str | None = None
 
     def __post_init__(self) -> None:
         if self.siblings and self.name not in self.sibling_addresses:
@@ -123,10 +129,13 @@ class Frontend:
         self._serving: asyncio.Task[None] | None = None
         self._for_siblings: RpcServer | None = None
         self._collector: StatusCollector | None = None
+        self._tracing: Tracing | None = None
 
     async def start(self) -> str:
         """Return the URL. Raise ConfigError if the port is taken, ModelError if the model's files cannot be used."""
         config = self.config
+        if config.otlp is not None:
+            self._tracing = make_tracing(config.otlp, config.name)
         self._socket = bind(config.http_address.host, config.http_address.port, shared=bool(config.siblings))
         model = await asyncio.to_thread(self._load, config)
         tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
@@ -159,8 +168,16 @@ class Frontend:
     async def _serve(self, handler: RequestHandler, sock: socket.socket) -> None:
         limits = self._limits
         max_body_nbytes = self.config.max_body_nbytes or handler.model.max_body_nbytes
-        self._collector = StatusCollector(handler, self.config.name)
-        app = make_app(handler, self._collector, max_body_nbytes=max_body_nbytes, name=self.config.name)
+        tour_dir = None if self.config.tour_dir is None else Path(self.config.tour_dir)
+        self._collector = StatusCollector(handler, self.config.name, has_tour=tour_dir is not None)
+        app = make_app(
+            handler,
+            self._collector,
+            max_body_nbytes=max_body_nbytes,
+            name=self.config.name,
+            tracing=self._tracing,
+            add_more=None if tour_dir is None else lambda app: add_tour(app, tour_dir, self.config.http_address.host),
+        )
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -187,6 +204,9 @@ class Frontend:
             await self._for_siblings.close()
         if self._collector is not None:
             await self._collector.close()
+        if self._tracing is not None:
+            await self._tracing.close()
+            self._tracing = None
         if self._connections is not None:
             await self._connections.close()
         if self._serving is not None:

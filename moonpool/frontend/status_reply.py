@@ -113,6 +113,7 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True):
     predictions: tuple[PredictionError, ...]
     fetch_or_compute: FetchOrCompute | None
     history: HistoryReply
+    has_tour: bool = False  # whether the live page may kill workers and fill the pool (serve --tour)
     tenant: str | None = None  # whose rows this reader may see; None: those of all tenants
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 
 
 class TokenDecoder(Protocol):
-    """engine.tokenizer.StreamDecoder: decodes one token at a time to text of whole characters."""
+    """engine.tokenizer.StreamDecoder: decodes tokens as they come, one or several, to text of whole characters."""
 
-    def push(self, token: int) -> str: ...
+    def push(self, *tokens: int) -> str: ...
 
     def flush(self) -> str: ...
 
@@ -90,9 +90,17 @@ class TextAssembler:
     """The text of one choice. Stop strings count only after the first `min_tokens` tokens."""
 
     def __init__(self, decoder: TokenDecoder, stops: Sequence[str], min_tokens: int = 0) -> None:
+        self.has_stops = bool(stops)
         self._decoder = decoder
         self._matcher = StopMatcher(stops)
         self._unmatched_tokens = min_tokens
+
+    def push_all(self, tokens: Sequence[int], finish_reason: str | None) -> TextDelta:
+        """Return what push() returns for all of these tokens together, if there are no stop strings: in one step."""
+        assert not self.has_stops, "a stop string may end the text at any of the tokens"
+        shown = tokens[:-1] if finish_reason == "stop" else tokens
+        text = self._decoder.push(*shown) if shown else ""
+        return TextDelta(text if finish_reason is None else text + self._decoder.flush(), finish_reason)
 
     def push(self, token: int, finish_reason: str | None) -> TextDelta:
         """Return the text that the token makes visible; a stop token has none. The last token has a finish reason."""

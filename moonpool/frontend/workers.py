@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from moonpool.base.address import split_addresses
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import CONDUCTOR_SERVICE, FRONTEND_SERVICE, REQUEST_LIMITS, WORKER_SERVICE, WorkerRole
-from moonpool.base.errors import MoonpoolError, PeerLost, Unavailable
+from moonpool.base.errors import MoonpoolError, PeerLost, Unavailable, Unreachable
 from moonpool.base.rpc import AsyncClient, Call
 from moonpool.conductor.messages import ConductorStatus, Status, WorkerRef, WorkerStatus
 from moonpool.store.messages import SERVICE as STORE_SERVICE
@@ -23,6 +25,7 @@ from moonpool.store.messages import SERVICE as STORE_SERVICE
 STATUS_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
+_REACH_S = 1.5  # of another machine; after the 3 s of silence that came before, a client has waited for less than 5 s
 CLOSE_TIMEOUT_S = 0.2
 _LOG = logging.getLogger(__name__)
 _Key = tuple[str, str, int]
@@ -56,17 +59,19 @@ class Connections:
 
     async def conductor(self) -> AsyncClient:
         """Return a client of the conductor in use; if it is away, of the next one that answers. Raise Unavailable if
-        none does."""
-        for tries_left in reversed(range(len(self._conductors))):
+        none does; Unreachable only if the machine of none does, so that waiting for a restart is in vain."""
+        errors: list[Unavailable] = []
+        for _ in self._conductors:
             number = self._conductor
             try:
                 return await self.conductor_at(number)
-            except Unavailable:
+            except Unavailable as error:
+                errors.append(error)
                 if self._conductor == number:  # another request may have gone on to the next one meanwhile
                     self._conductor = (number + 1) % len(self._conductors)
-                if not tries_left or self.closed:
-                    raise
-        raise AssertionError("there is at least one conductor")
+                if self.closed:
+                    break
+        raise next((error for error in errors if not isinstance(error, Unreachable)), errors[-1])
 
     @property
     def num_conductors(self) -> int:
@@ -162,7 +167,12 @@ class Connections:
         if task is None:
             service, address, _ = key
             connect = AsyncClient.connect(
-                address, service, name="frontend", timeout_s=_CONNECT_TIMEOUT_S, silence_limits=REQUEST_LIMITS
+                address,
+                service,
+                name="frontend",
+                timeout_s=_CONNECT_TIMEOUT_S,
+                reach_s=_REACH_S,
+                silence_limits=REQUEST_LIMITS,
             )
             task = self._clients[key] = asyncio.create_task(connect)
         # Shielded: a request that is cancelled must not cancel the connect that other requests wait for.
@@ -192,11 +202,15 @@ class ClusterDirectory:
         self._clock = clock or SystemClock()
         self._view: ClusterView | None = None
         self._seen_s = 0.0
+        self._left: set[str] = set()
 
     async def status(self, timeout_s: float = STATUS_TIMEOUT_S) -> ConductorStatus:
-        """Return the conductor's present status."""
+        """Return the conductor's present status. `left` also has what a conductor said that was restarted since: a new
+        one has never heard of workers that had ended."""
         conductor = await self._connections.conductor()
-        return await conductor.call(Status(), timeout_s=timeout_s)
+        status = await conductor.call(Status(), timeout_s=timeout_s)
+        self._left = (self._left | set(status.left)) - {worker.info.name for worker in status.workers}
+        return msgspec.structs.replace(status, left=tuple(sorted(self._left)))
 
     async def view(self) -> ClusterView:
         """Return what all workers have in common; while workers restart, what was last known. Raise Unavailable

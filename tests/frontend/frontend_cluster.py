@@ -62,8 +62,8 @@ class LetterCodec:
 
 
 class LetterDecoder:
-    def push(self, token: int) -> str:
-        return chr(token)
+    def push(self, *tokens: int) -> str:
+        return "".join(map(chr, tokens))
 
     def flush(self) -> str:
         return ""

@@ -109,6 +109,21 @@ def test_failures_do_not_tell_where_our_processes_are(message, shown):
     assert public_text(InvalidInput(message)) == message, "the client's own words stay"
 
 
+async def test_health_does_not_miss_a_worker_that_was_drained_before_the_conductor_restarted(tmp_path):
+    async with ToyCluster(tmp_path, expected_workers=("prefill0", "prefill1", "decode0")) as cluster:
+        async with httpx.AsyncClient(base_url=cluster.url) as http:
+            assert (await http.get("/health")).json()["missing"] == ["prefill1"]
+            cluster.conductor._state.roles.left.add("prefill1")
+            assert (await http.get("/health")).json()["missing"] == []
+            cluster.conductor._state.roles.left.clear()  # as one that has just started
+            assert (await http.get("/health")).json()["missing"] == []
+            await cluster.add_worker("prefill1", WorkerRole.PREFILL)
+            assert (await http.get("/health")).json()["missing"] == []
+            await cluster.workers["prefill1"].kill()
+            await until(lambda: len(cluster.conductor._state.workers) == 2)
+            assert (await http.get("/health")).json()["missing"] == ["prefill1"], "it was started again, and is lost"
+
+
 async def test_health_names_what_a_service_goes_on_without(tmp_path):
     with tempfile.TemporaryDirectory(prefix="mp") as folder:
         address = f"unix:{folder}/m.sock"
@@ -228,7 +243,11 @@ async def test_decision_records(cluster, http):
 async def test_openapi_describes_the_endpoints(http):
     spec = (await http.get("/openapi.json")).json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= set(spec["paths"])
-    assert "temperature" in spec["components"]["schemas"]["ChatBody"]["properties"]
+    schemas = spec["components"]["schemas"]
+    assert "temperature" in schemas["ChatBody"]["properties"]
+    assert {"ChatCompletion", "ChatChoice", "Completion", "CompletionChoice", "Usage"} <= schemas.keys()
+    answer = spec["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert answer == {"$ref": "#/components/schemas/Completion"}
 
 
 async def test_a_bug_is_a_500_in_the_same_shape(cluster, http, monkeypatch, caplog):

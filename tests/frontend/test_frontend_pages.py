@@ -64,7 +64,8 @@ def test_blocks_refer_to_each_other_by_position():
         StoredBlock(b"\x02", b"\x01", 10, ("node/ssd",), 0, None, False),
         StoredBlock(b"\x03", b"\x09", 10, (), 0, 0.1, False),
     ]
-    reply = as_reply(blocks, [info("node/dram", Tier.DRAM), info("node/ssd", Tier.SSD)], 7, truncated=True)
+    reply = as_reply(blocks, [info("node/dram", Tier.DRAM), info("node/ssd", Tier.SSD)], 7, 3)
+    assert (reply.total, reply.next) == (7, 3)
     assert [(row[0], row[1], row[3]) for row in reply.blocks] == [("01", -1, [0, 1]), ("02", 0, [1]), ("03", -1, [])]
     assert [(place.node, place.tier) for place in reply.segments] == [("node", "dram"), ("node", "ssd")]
 

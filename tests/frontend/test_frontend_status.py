@@ -14,6 +14,7 @@ from frontend_cluster import MODEL, ToyCluster
 
 from moonpool.base.cluster import WorkerRole
 from moonpool.base.errors import ConfigError
+from moonpool.conductor.messages import Status
 from moonpool.frontend.status_reply import StatusReply
 from moonpool.frontend.tenants import ADMIN_KEY_FILE, load_admin_key, load_tenants
 from moonpool.master.service import Master, MasterConfig
@@ -126,6 +127,32 @@ async def test_readers_at_the_same_time_share_one_collection(tmp_path):
     async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
         replies = await asyncio.gather(*(read(http) for _ in range(20)))
         assert len({each.at_s for each in replies}) <= 2
+
+
+async def test_a_collection_asks_the_conductor_once(tmp_path):
+    async with ToyCluster(tmp_path) as cluster:
+        collector, asked = cluster.frontend._collector, []
+        handlers = cluster.conductor._server.handlers
+        answer = handlers[Status]
+        handlers[Status] = lambda call, peer: asked.append(call) or answer(call, peer)
+        await collector.close()  # which otherwise collects every 2 s
+        status = await collector._collect()
+        assert (status.health.status, len(status.workers), len(asked)) == ("ok", 2, 1)
+
+
+async def test_plain_reads_answer_what_the_described_route_answers(tmp_path):
+    async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+        await until_status(http, lambda each: each.history.points)
+        for plain, other in (("", "?other=1"), ("?since=1000000000.5", "?since=1000000000.50&other=1")):
+
+            async def both(plain: str = plain, other: str = other) -> bool:
+                first, second = await http.get(f"/v1/status{plain}"), await http.get(f"/v1/status{other}")
+                assert first.headers["content-type"] == second.headers["content-type"] == "application/json"
+                return first.content == second.content
+
+            assert any([await both() for _ in range(5)]), "a collection between the two cannot be the reason each time"
+        assert [(await http.get(f"/v1/status?since={bad}")).status_code for bad in ("-1", "x", "")] == [400, 400, 400]
+        assert (await http.post("/v1/status")).status_code == 405
 
 
 async def test_the_description_has_the_type(tmp_path):

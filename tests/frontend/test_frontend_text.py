@@ -68,6 +68,15 @@ def test_a_stop_token_has_no_text():
     assert run("ab$", "stop", []) == [("a", None), ("b", None), ("", "stop")]
 
 
+def test_tokens_that_come_together_have_the_text_of_single_ones():
+    for reason in ("stop", "length"):
+        assembler = TextAssembler(LetterDecoder(), [])
+        assert assembler.push_all([ord("a"), ord("b")], None) == ("ab", None)
+        last = assembler.push_all([ord("c"), ord("$")], reason)
+        assert last == ("".join(piece.text for piece in run("c$", reason, [])), reason)
+    assert TextAssembler(LetterDecoder(), []).push_all([], "length") == ("", "length")
+
+
 def test_withheld_text_comes_out_at_the_end():
     assert run("aS", "length", ["STOP"]) == [("a", None), ("S", "length")]
 
@@ -88,8 +97,8 @@ class SlowDecoder:
     def __init__(self) -> None:
         self._held = ""
 
-    def push(self, token: int) -> str:
-        self._held += chr(token)
+    def push(self, *tokens: int) -> str:
+        self._held += "".join(map(chr, tokens))
         return ""
 
     def flush(self) -> str:

@@ -5,8 +5,6 @@ Without chromium the tests are skipped with a line that says so; in CI (the vari
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import axe_playwright_python
-import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
+from programs import find_program
 
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -25,20 +23,9 @@ WIDE, NARROW = 1400, 400
 _AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
 
 
-def find_chromium() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    message = "chromium is not installed: the tests of the live page did not run (apt-get install chromium)"
-    if os.environ.get("CI"):
-        pytest.fail(message)
-    pytest.skip(message)
-
-
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    path = find_chromium()
+    path = find_program("chromium", "chromium-browser", "google-chrome", needed_by="the tests of the live page")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, headless=True, args=list(FLAGS))
         try:
@@ -82,7 +69,7 @@ class LivePage:
         return [f"{each['id']}: {each['help']}: {each['nodes'][0]['html'][:160]}" for each in serious]
 
     def check(self) -> None:
-        assert self._wrong == []
+        assert self._wrong == [], self._wrong
 
     def close(self) -> None:
         self._context.close()
