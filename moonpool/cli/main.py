@@ -17,6 +17,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.limits import memory_shortage, require_address_space_to_start
 from moonpool.base.process import watch_inherited
 from moonpool.cli.options import CONTEXT_SETTINGS
+from moonpool.cli.roles import EXAMPLES
 
 # name: (module with `command`, or module:function that returns the command; what `moonpool --help` says)
 COMMANDS = {
@@ -29,6 +30,7 @@ COMMANDS = {
     "conductor": ("moonpool.cli.roles:conductor", "Run the conductor: it chooses the workers of each request."),
     "worker": ("moonpool.cli.roles:worker", "Run a prefill or decode worker."),
     "frontend": ("moonpool.cli.roles:frontend", "Run the OpenAI front end."),
+    "config": ("moonpool.cli.config", "Show, check and write configuration files for serve and all roles."),
     "put": ("moonpool.cli.put", "Store a file in the pool."),
     "get": ("moonpool.cli.get", "Read an object from the pool."),
     "ls": ("moonpool.cli.ls", "List the objects of the pool."),
@@ -46,6 +48,11 @@ COMMANDS = {
     "mooncake": ("moonpool.cli.mooncake", "Run programs written for Mooncake on Moonpool, and its master and client."),
     "doctor": ("moonpool.cli.doctor", "Check this machine: what works, what is missing, how to fix it."),
 }
+
+_NAMES_OF_SETTINGS = (
+    "Every option may also be set in the environment (MOONPOOL_LOG_LEVEL for --log-level) and in a file (log_level); "
+    "`moonpool config show` says what is in force."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,8 +91,17 @@ def build_app(wanted: str | None) -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, help=summary)
         else:
-            app.command(name, help=summary, context_settings=CONTEXT_SETTINGS)(command)
+            app.command(name, help=summary, epilog=_examples(name), context_settings=CONTEXT_SETTINGS)(command)
     return app
+
+
+def _examples(name: str) -> str | None:
+    """Return what `--help` of the command ends with."""
+    lines = [f"  {line}" for line in EXAMPLES.get(name, ())]
+    if not lines:
+        return None
+    names = () if name == "up" else (_NAMES_OF_SETTINGS, "")
+    return "\n".join((*names, "Examples:", *lines))
 
 
 def load_command(place: str) -> typer.Typer | Callable[..., None]:

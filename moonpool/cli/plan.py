@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ _BAR = 24
 
 
 def command(
+    context: typer.Context,
     trace: Annotated[
         Path | None, typer.Argument(help="trace in Mooncake's format; without one, only the model's KV sizes are shown")
     ] = None,
@@ -60,6 +61,7 @@ def command(
 ) -> None:
     import msgspec
 
+    from moonpool.cli.made_by import made_by
     from moonpool.cli.trace import read_trace
     from moonpool.planner.demand import PoolSize
     from moonpool.planner.kv_sizes import kv_sizes
@@ -67,12 +69,17 @@ def command(
 
     targets = Targets(ttft_s=ttft, tbt_s=tbt, goal=goal)
     machine = _machine(model, gpu, gpus, profile, PoolSize(parse_nbytes(dram), parse_nbytes(ssd)))
+    origin = made_by(context, seed, left_out=("json",))
     if trace is None:
         sizes = kv_sizes(machine)
-        print(msgspec.json.encode(sizes).decode()) if json else show_sizes(sizes, machine.cost_source)
+        if json:
+            print(msgspec.json.encode(sizes).decode())
+        else:
+            show_sizes(sizes, machine.cost_source)
+            _show_origin(origin)
         return
     plan = _plan(read_trace(trace, block_tokens), machine, targets, nodes, price, check, seed)
-    print(msgspec.json.encode(plan).decode()) if json else show_plan(plan)
+    print(msgspec.json.encode(plan).decode()) if json else show_plan(plan, origin)
 
 
 def _machine(model: str, gpu: str, gpus: int, profile: Path | None, memory: PoolSize) -> Machine:
@@ -129,9 +136,10 @@ def _steps_shown(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda step: status.update(f"{what}: {step}")
 
 
-def show_plan(plan: ClusterPlan) -> None:
-    """Print the plan; plain text if standard output is not a terminal."""
+def show_plan(plan: ClusterPlan, origin: Mapping[str, str]) -> None:
+    """Print the plan and how to make it again (`origin`); plain text if standard output is not a terminal."""
     console = Console(highlight=False)
+    console.print(plan.headline(), "", sep="\n", style="bold", markup=False)
     _print_lines(console, _answer(plan))
     _print_table(console, _curve(plan, console))
     _print_lines(console, _tier_lines(plan))
@@ -145,7 +153,14 @@ def show_plan(plan: ClusterPlan) -> None:
         _print_lines(console, _price_lines(plan))
     show_sizes(plan.sizes, None)
     _print_lines(console, ["how sure", *(f"- {line}" for line in _sure_lines(plan)), ""])
-    _print_lines(console, ["assumed", *(f"- {line}" for line in plan.assumptions)])
+    _print_lines(console, ["assumed", *(f"- {line}" for line in plan.assumptions), ""])
+    _show_origin(origin)
+
+
+def _show_origin(origin: Mapping[str, str]) -> None:
+    console = Console(highlight=False)
+    for name, value in origin.items():
+        console.print(f"{name}: {value}", style="dim", markup=False, soft_wrap=True)
 
 
 def show_sizes(sizes: KvSizes, cost_source: str | None) -> None:
@@ -154,7 +169,7 @@ def show_sizes(sizes: KvSizes, cost_source: str | None) -> None:
         f"{sizes.kv_nbytes_per_token / 1000:g} kB of KV per token, {sizes.tokens_per_tb / 1e6:.2f} M tokens per TB"
     )
     title = f"{sizes.model} on {sizes.num_gpus} x {sizes.gpu}: {per_token}"
-    table = _table(title, "prompt", "KV GB", "prefill s", "eq. 2 GB/s", "own ops GB/s", "by cost GB/s")
+    table = _table(title, "tokens", "KV GB", "prefill s", "eq. 2 GB/s", "own ops GB/s", "by cost GB/s")
     for row in sizes.thresholds:
         paper = "-" if row.paper_nbytes_s is None else f"{row.paper_nbytes_s / _GB:.2f}"
         own, cost = f"{row.peak_nbytes_s / _GB:.2f}", f"{row.cost_nbytes_s / _GB:.2f}"
@@ -198,7 +213,14 @@ def _node_range(plan: ClusterPlan) -> str:
 
 def _curve(plan: ClusterPlan, console: Console) -> Table:
     table = _table(
-        "what a pool of each size finds", "pool TB", "M tokens", "hit", "nodes saved", "per TB more", "", bars=True
+        "what a pool of each size finds",
+        "pool TB",
+        "M tokens",
+        "hit",
+        "nodes saved",
+        "nodes per TB more",
+        "",
+        bars=True,
     )
     full = "█" if console.encoding.lower().startswith("utf") else "#"
     for point in plan.curve:
@@ -223,9 +245,14 @@ def _tier_lines(plan: ClusterPlan) -> Iterable[str]:
 
 def _splits(plan: ClusterPlan) -> Table:
     low, high = plan.equally_good
-    title = f"splits (at this load {low} to {high} prefill nodes do as well as the best, within 0.5 points)"
+    title = (
+        f"nodes by role, and the load they carry as a multiple of this one ({low} to {high} prefill nodes do as well as"
+        " the best at this load, within 0.5 points)"
+    )
     table = _table(
-        title, "prefill", "decode", "margin", "good", "TTFT s", "p90", "TBT ms", "p90", "prefill busy", end=True
+        title,
+        *("prefill", "decode", "load x", "in time", "TTFT s", "p90 s", "TBT ms", "p90 ms", "busy"),
+        end=True,
     )
     for row in plan.around:
         table.add_row(
@@ -245,8 +272,8 @@ def _splits(plan: ClusterPlan) -> Table:
 
 def _checked(plan: ClusterPlan) -> Table:
     title = f"the same in the simulator, the busiest {plan.checked[0].num_requests} requests"
-    by_models = ("by models: good", "TTFT s", "TBT ms")
-    table = _table(title, "prefill", "decode", "good", "TTFT s", "TBT ms", "hit", *by_models)
+    by_models = ("models: in time", "TTFT s", "TBT ms")
+    table = _table(title, "prefill", "decode", "in time", "TTFT s", "TBT ms", "hit", *by_models)
     for row in plan.checked:
         table.add_row(
             str(row.num_prefill),
@@ -265,10 +292,10 @@ def _checked(plan: ClusterPlan) -> Table:
 def _prices(plan: ClusterPlan) -> Table:
     prices = plan.prices
     title = (
-        f"price per month ({prices.source}: GPU hour {prices.gpu_hour:g}, GB of DRAM {prices.dram_gb_month:g}, of SSD"
-        f" {prices.ssd_gb_month:g})"
+        f"cost per month, in the currency of the prices ({prices.source}: GPU hour {prices.gpu_hour:g}, GB of DRAM a"
+        f" month {prices.dram_gb_month:g}, of SSD {prices.ssd_gb_month:g})"
     )
-    table = _table(title, "DRAM TB", "SSD TB", "hit", "nodes", "GPUs", "memory", "total", end=True)
+    table = _table(title, "DRAM TB", "SSD TB", "hit", "nodes", "cost of GPUs", "of memory", "total", end=True)
     assert plan.pool is not None
     for row in plan.pool.by_dram:
         table.add_row(

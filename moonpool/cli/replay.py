@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -17,13 +16,14 @@ from rich.table import Table
 from moonpool.base.errors import InvalidInput
 from moonpool.base.units import format_nbytes, parse_nbytes
 from moonpool.cli import cluster_options as cluster
+from moonpool.cli.made_by import made_by
 from moonpool.cli.progress import virtual_time
 from moonpool.cli.trace import parse_span, read_trace, refuse_existing
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.sim import GPU, MODEL, NUM_GPUS, NUM_NODES
 from moonpool.sim.fleet import Fleet, make_fleet
 from moonpool.sim.outcome import Outcome, encode, replay
-from moonpool.sim.report.labels import conclusion, format_value, label
+from moonpool.sim.report.labels import conclusion, format_value, headline, label, system_numbers
 from moonpool.sim.report.page import LINK_NAMES
 from moonpool.sim.systems import (
     BASELINE,
@@ -50,6 +50,7 @@ _SYSTEMS_HELP = f"default: {FULL} and {BASELINE}; {_ALL}, or one of " + "; ".joi
     f"{each.name}: {each.summary}" for each in SYSTEMS.values()
 )
 _WIDE = 400  # columns if the output is a file: nothing is wrapped
+_COLORS = ("blue", "yellow", "green", "magenta", "red", "cyan")  # of the systems, as far as a terminal has them
 _NAME_WIDTH, _CELL_WIDTH, _GAP = 34, 10, 2
 _LINKS = ("nic_out", "h2d", "d2h", "ssd_read", "ssd_write")
 _PLACE_NAMES = {"local": "the GPUs' own pages", "dram": "own memory", "remote": "others' memory", "ssd": "disks"}
@@ -138,9 +139,10 @@ def command(
     trace = _read(file, block_tokens, slice, load)
     _refuse_late(failures, trace)
     outcomes = [_run(each, trace, fleet, goals, load) for each in chosen]
-    _print(outcomes, json)
+    origin = made_by(context, seed, left_out=_OUTPUT_OPTIONS)
+    _print(outcomes, json, origin)
     if report is not None:
-        _write_report(outcomes, report, _as_typed(context))
+        _write_report(outcomes, report, origin)
 
 
 def _refuse_unwritable(report: Path | None, force: bool) -> None:
@@ -212,52 +214,47 @@ def _run(each: System, trace: Trace, fleet: Fleet, goals: Goals, load: float) ->
         return replay(each, trace, fleet, goals, load=load, progress=progress)
 
 
-def _print(outcomes: list[Outcome], as_json: bool) -> None:
+def _print(outcomes: list[Outcome], as_json: bool, origin: Mapping[str, str]) -> None:
     if as_json:
         for each in outcomes:
             print(encode(each))
         return
-    show_table(outcomes)
+    show_table(outcomes, origin)
 
 
-def _as_typed(context: typer.Context) -> str:
-    """Return the command line that makes these outcomes: what differs from the defaults and is not about the output."""
-    words = ["moonpool", "replay"]
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if parameter.name in _OUTPUT_OPTIONS or value in (None, parameter.default):
-            continue
-        for each in value if isinstance(value, list | tuple) else [value]:
-            words += [str(each)] if parameter.param_type_name == "argument" else [parameter.opts[0], str(each)]
-    return shlex.join(words)
-
-
-def _write_report(outcomes: list[Outcome], path: Path, command_line: str) -> None:
+def _write_report(outcomes: list[Outcome], path: Path, origin: Mapping[str, str]) -> None:
     from moonpool.sim.report.page import page
 
     try:
-        path.write_text(page(outcomes, command_line), encoding="utf-8")
+        path.write_text(page(outcomes, origin), encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"cannot write {path}: {error.strerror or error}") from error
     print(f"wrote {path}", file=sys.stderr)
 
 
-def show_table(outcomes: Sequence[Outcome]) -> None:
-    """Print the outcomes, one column per system; plain text if standard output is not a terminal."""
+def show_table(outcomes: Sequence[Outcome], origin: Mapping[str, str]) -> None:
+    """Print the answer, the outcomes, one column per system, and how to make them again (`origin`).
+
+    Plain text if standard output is not a terminal.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDE
+    console.print(headline(outcomes), "", sep="\n", style="bold", markup=False)
     first = outcomes[0]
     for name, value in first.machine.items():
         console.print(f"{label(name)}: {format_value(name, value)}", markup=False)
     console.print()
+    colors = dict(zip((each.system for each in outcomes), system_numbers(outcomes), strict=True))
     for group in _groups(outcomes, console.width):
-        console.print(_table(group))
+        console.print(_table(group, colors))
         console.print()
     for each in outcomes:
         for reason, count in each.refusals.items():
             console.print(f"{each.system} refused {count}: {reason}", markup=False)
-    console.print("", conclusion(outcomes), sep="\n", markup=False)
+    console.print("", conclusion(outcomes), "", sep="\n", markup=False)
+    for name, value in origin.items():
+        console.print(f"{name}: {value}", style="dim", markup=False, soft_wrap=True)
 
 
 def _groups(outcomes: Sequence[Outcome], width: int) -> Iterator[Sequence[Outcome]]:
@@ -273,13 +270,14 @@ def _groups(outcomes: Sequence[Outcome], width: int) -> Iterator[Sequence[Outcom
         begin = end
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
+def _table(outcomes: Sequence[Outcome], colors: Mapping[str, int]) -> Table:
     first = outcomes[0]
     title = f"{first.trace}, load x {first.load:g}"
     table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     for each in outcomes:
-        table.add_column(escape(each.system), justify="right", overflow="fold")
+        style = f"bold {_COLORS[colors[each.system] % len(_COLORS)]}"
+        table.add_column(escape(each.system), justify="right", overflow="fold", header_style=style)
     for name, cell in _rows(first):
         table.add_row(name, *(escape(cell(each)) for each in outcomes))
     return table
@@ -290,11 +288,11 @@ def _rows(first: Outcome) -> Iterator[tuple[str, Cell]]:
     yield f"done within {targets}", _share("effective_share")
     yield "goodput, requests/s", _number("goodput_per_s", ".3f")
     yield "requests done", _number("num_done", ".0f")
-    yield "refused", _number("num_refused", ".0f")
-    yield "lost with workers", _number("num_lost", ".0f")
-    yield "tried again", _number("num_retries", ".0f")
-    yield "changes of roles", _number("num_role_changes", ".0f")
-    yield "never done", _number("num_unfinished", ".0f")
+    yield "requests refused", _number("num_refused", ".0f")
+    yield "requests lost with workers", _number("num_lost", ".0f")
+    yield "requests tried again", _number("num_retries", ".0f")
+    yield "changes of nodes' roles", _number("num_role_changes", ".0f")
+    yield "requests never done", _number("num_unfinished", ".0f")
     for name in ("mean", "p50", "p90", "p99"):
         yield f"TTFT {name}, s", _number(f"ttft_s_{name}", ".2f")
     for name in ("mean", "p50", "p90", "p99"):
@@ -302,11 +300,11 @@ def _rows(first: Outcome) -> Iterator[tuple[str, Cell]]:
     yield "prompt tokens reused", _share("hit_share")
     for place in HIT_PLACES:
         yield f"  from {_PLACE_NAMES[place]}", _share(f"hit_share_{place}")
-    yield "prefill GPU seconds", _number("prefill_gpu_s", ".0f")
-    yield "GPU seconds saved by reuse", _number("saved_gpu_s", ".0f")
+    yield "prefill time of a node's GPUs, s", _number("prefill_gpu_s", ".0f")
+    yield "prefill time saved by reuse, s", _number("saved_gpu_s", ".0f")
     for kind in _LINKS:
         yield f"{LINK_NAMES[kind]}: moved", _moved(kind)
-        yield "  mean and peak use", _use(kind)
+        yield "  mean and peak use of capacity", _use(kind)
 
 
 def _number(name: str, form: str, times: float = 1.0) -> Cell:
@@ -324,6 +322,6 @@ def _moved(kind: str) -> Cell:
 def _use(kind: str) -> Cell:
     def cell(outcome: Outcome) -> str:
         use = outcome.links.get(kind)
-        return "-" if use is None else f"{use.mean_share:.1%} {use.peak_share:.1%}"
+        return "-" if use is None else f"{use.mean_share:.1%}, {use.peak_share:.1%}"
 
     return cell

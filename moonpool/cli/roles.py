@@ -6,11 +6,84 @@ Each function imports its role, so that a command loads only what it runs, and r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+from moonpool.base.config_file import ROLES
+from moonpool.base.errors import ConfigError
 from moonpool.base.process import ProcessConfig, Service, run_role
+from moonpool.base.settings import from_table, settings_of
 from moonpool.base.units import format_nbytes
-from moonpool.cli.options import command_from
+from moonpool.cli.options import Settled, layered_command
+
+EXAMPLES = {
+    "serve": (
+        "moonpool serve",
+        "moonpool serve --prefill 2 --decode 2 --dram 64GB --ssd /data/moonpool --ssd-size 1TB",
+        "moonpool config init && moonpool serve -c moonpool.toml --port 8080",
+        "MOONPOOL_DRAM=64GB moonpool serve",
+    ),
+    "master": ("moonpool master --data-dir /var/lib/moonpool --listen tcp:10.0.0.1:7700",),
+    "node": (
+        "moonpool node --name node-a --dram 64GB --run-dir /run/moonpool --master tcp:10.0.0.1:7700",
+        "moonpool node -c moonpool.toml --name node-a",
+    ),
+    "conductor": ("moonpool conductor --listen tcp:10.0.0.1:7800 --master tcp:10.0.0.1:7700 --policy-ttft-slo-s 2",),
+    "worker": (
+        "moonpool worker --name prefill-a --role prefill --model smollm2 --run-dir /run/moonpool "
+        "--listen tcp:10.0.0.1:7900 --conductor tcp:10.0.0.1:7800 --master tcp:10.0.0.1:7700",
+        "moonpool worker -c moonpool.toml --name decode-b --role decode",
+    ),
+    "frontend": (
+        "moonpool frontend --conductor tcp:10.0.0.1:7800 --master tcp:10.0.0.1:7700 --state-dir /var/lib/moonpool "
+        "--listen tcp:0.0.0.0:8000",
+    ),
+    "up": (
+        "moonpool up cluster.toml --check",
+        "moonpool up cluster.toml --machine a",
+    ),
+}
+
+
+def configs_of(command: str) -> tuple[type[Any], ...]:
+    """Return the dataclasses of `serve` or a role."""
+    match command:
+        case "serve":
+            from moonpool.launch.plan import ServeConfig
+
+            return (ServeConfig,)
+        case "master":
+            from moonpool.master.service import MasterConfig
+
+            return MasterConfig, ProcessConfig
+        case "node":
+            from moonpool.node.config import NodeConfig
+
+            return NodeConfig, ProcessConfig
+        case "conductor":
+            from moonpool.conductor.service import ConductorConfig
+
+            return ConductorConfig, ProcessConfig
+        case "worker":
+            from moonpool.worker.config import WorkerConfig
+
+            return WorkerConfig, ProcessConfig
+        case "frontend":
+            from moonpool.frontend.service import FrontendConfig
+
+            return FrontendConfig, ProcessConfig
+    raise AssertionError(f"{command} has no settings")
+
+
+def role_tables(path: Path | None, tables: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
+    """Return the tables of the roles that a service starts, by role. Raise ConfigError if one is wrong."""
+    found = {role: table for role, table in (tables or {}).items() if role in ROLES}
+    for role, table in found.items():
+        _, faults = from_table(settings_of(*configs_of(role)), table)
+        if faults:
+            raise ConfigError(f"{path}: [{role}]: {faults[0]}")
+    return found
 
 
 def serve() -> Callable[..., None]:
@@ -18,10 +91,17 @@ def serve() -> Callable[..., None]:
     from moonpool.launch.plan import ServeConfig
     from moonpool.launch.serve import serve
 
-    def run(config: ServeConfig) -> None:
-        serve(config, prepare_model=fetch_if_named)
+    def use(settled: Settled) -> None:
+        tables = role_tables(settled.path, settled.tables)
+        serve(settled.build(ServeConfig), prepare_model=fetch_if_named, role_tables=tables)
 
-    return command_from(run, ServeConfig)
+    return layered_command(use, "serve", ServeConfig)
+
+
+def _role(command: str, run: Callable[..., None]) -> Callable[..., None]:
+    """Return the command that calls `run` with an instance of each of its dataclasses."""
+    configs = configs_of(command)
+    return layered_command(lambda settled: run(*map(settled.build, configs)), command, *configs)
 
 
 def master() -> Callable[..., None]:
@@ -30,7 +110,7 @@ def master() -> Callable[..., None]:
     def run(config: MasterConfig, process: ProcessConfig) -> None:
         run_role("master", lambda: Master(config), process, what=f"master with its journal in {config.data_dir}")
 
-    return command_from(run, MasterConfig, ProcessConfig)
+    return _role("master", run)
 
 
 def node() -> Callable[..., None]:
@@ -42,7 +122,7 @@ def node() -> Callable[..., None]:
         what = f"node {config.name}, {size} of memory for the pool of {master},"
         run_role(config.name, lambda: Node(config), process, what=what)
 
-    return command_from(run, NodeConfig, ProcessConfig)
+    return _role("node", run)
 
 
 def conductor() -> Callable[..., None]:
@@ -51,7 +131,7 @@ def conductor() -> Callable[..., None]:
     def run(config: ConductorConfig, process: ProcessConfig) -> None:
         run_role(config.name, lambda: Conductor(config), process, what="conductor")
 
-    return command_from(run, ConductorConfig, ProcessConfig)
+    return _role("conductor", run)
 
 
 def worker() -> Callable[..., None]:
@@ -67,7 +147,7 @@ def worker() -> Callable[..., None]:
     def run(config: WorkerConfig, process: ProcessConfig) -> None:
         run_role(config.name, lambda: make(config), process, what=f"{config.role} worker {config.name}")
 
-    return command_from(run, WorkerConfig, ProcessConfig)
+    return _role("worker", run)
 
 
 def frontend() -> Callable[..., None]:
@@ -76,4 +156,4 @@ def frontend() -> Callable[..., None]:
     def run(config: FrontendConfig, process: ProcessConfig) -> None:
         run_role(config.name, lambda: Frontend(config), process, what="front end")
 
-    return command_from(run, FrontendConfig, ProcessConfig)
+    return _role("frontend", run)

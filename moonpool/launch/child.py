@@ -19,6 +19,7 @@ import msgspec
 
 from moonpool.base.config import option_name
 from moonpool.base.process import EXIT_DRAINED, Lifeline, ReadyReport
+from moonpool.launch.role_settings import child_environment
 
 _MAX_REPORT_NBYTES = 64 * 1024
 
@@ -44,7 +45,7 @@ class Child:
                     stdout=output,
                     stderr=output,
                     pass_fds=(write_fd, lifeline.fd),
-                    env={**os.environ, **lifeline.environment},
+                    env={**child_environment(options, os.environ), **lifeline.environment},
                     start_new_session=True,
                 )
         except BaseException:

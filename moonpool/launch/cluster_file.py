@@ -19,22 +19,25 @@
 
 A machine has what its table says: no worker, node or front end unless it is named (a node comes with `dram`). An option
 of a machine overrides that of the cluster. Everything is checked before anything starts, on every machine.
+
+These are two tables of the configuration file (base/config_file.py); it may have those of the roles beside them, with
+more settings for the roles that `moonpool up` starts.
 """
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from moonpool.base.address import host_port
 from moonpool.base.config import nearest
+from moonpool.base.config_file import CLUSTER, MACHINES, read_tables, table_faults
 from moonpool.base.errors import ConfigError
 from moonpool.base.run_dirs import CONDUCTOR
+from moonpool.base.settings import InForce, Layer, Setting, Source, build, from_table, merge, settings_of
 from moonpool.launch.machine import NODE, Wiring, numbered
 from moonpool.launch.plan import ServeConfig
 
@@ -42,7 +45,6 @@ DEFAULT_MASTER_PORT, DEFAULT_CONDUCTOR_PORT = 7700, 7800
 _OF_A_MACHINE = {"prefill", "decode", "nodes", "frontends", "conductors", "host"}  # never for the whole cluster
 _OF_THE_CLUSTER = {"model", "random_weights", "block_tokens", "max_model_len", "dtype", "kv_dtype", "policy", "elastic"}
 _OF_THE_CLUSTER |= {"ttft_slo_s", "tbt_slo_s", "admission", "secret_file", "tenants_file"}
-_OPTIONS = {field.name for field in fields(ServeConfig)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class ClusterMachine:
     host: str
     is_master: bool
     serve: ServeConfig
+    in_force: Mapping[str, InForce]  # where each of its settings comes from
 
     @property
     def prefix(self) -> str:
@@ -116,12 +119,7 @@ class ClusterFile:
 
 def read_cluster(path: Path) -> ClusterFile:
     """Read and check the file. Raise ConfigError with the reason if anything in it is wrong."""
-    try:
-        given = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+    given = read_tables(path)
     try:
         return parse_cluster(given)
     except ConfigError as error:
@@ -130,46 +128,81 @@ def read_cluster(path: Path) -> ClusterFile:
 
 def parse_cluster(given: Mapping[str, Any]) -> ClusterFile:
     """Return the cluster that a file describes. Raise ConfigError if anything in it is wrong."""
-    _refuse_unknown("", given, {"cluster", "machines"})
-    common = dict(_table("[cluster]", given.get("cluster", {})))
-    ports = [common.pop(f"{role}_port", port) for role, port in _PORTS.items()]
-    if not all(isinstance(port, int) and 0 < port < 65536 for port in ports) or ports[0] == ports[1]:
-        raise ConfigError("[cluster]: master_port and conductor_port must be two different ports")
-    _refuse_unknown("[cluster]: ", common, (_OPTIONS - _OF_A_MACHINE) | {f"{role}_port" for role in _PORTS})
-    tables = _table("[machines]", given.get("machines", {}))
-    machines = {name: _machine(name, _table(f"[machines.{name}]", table), common) for name, table in tables.items()}
-    found = ClusterFile(machines, *ports)
-    _check(found)
+    found, faults = check_cluster(given)
+    if found is None or faults:
+        raise ConfigError(faults[0])
     return found
+
+
+def check_cluster(given: Mapping[str, Any]) -> tuple[ClusterFile | None, list[str]]:
+    """Return the cluster that a file describes, and everything that is wrong with it."""
+    faults = table_faults(given)
+    if faults:
+        return None, faults
+    table = dict(given.get(CLUSTER, {}))
+    ports = [table.pop(f"{role}_port", port) for role, port in _PORTS.items()]
+    if not all(isinstance(port, int) and 0 < port < 65536 for port in ports) or ports[0] == ports[1]:
+        faults.append("[cluster]: master_port and conductor_port must be two different ports")
+    common, wrong = from_table(_without(_OF_A_MACHINE), table)
+    faults += [f"[cluster]: {fault}" for fault in wrong]
+    machines = {}
+    for name, own in given.get(MACHINES, {}).items():
+        machine, wrong = _machine(name, own, Layer(Source.FILE, common, f"[{CLUSTER}]"))
+        faults += [f"[machines.{name}]: {fault}" for fault in wrong]
+        if machine is not None:
+            machines[name] = machine
+    found = ClusterFile(machines, *ports)
+    return found, faults or _faults_between(found)
 
 
 _PORTS = {"master": DEFAULT_MASTER_PORT, "conductor": DEFAULT_CONDUCTOR_PORT}
 
 
-def _machine(name: str, table: Mapping[str, Any], common: Mapping[str, Any]) -> ClusterMachine:
-    where, own = f"[machines.{name}]: ", dict(table)
+def _machine(name: str, table: object, common: Layer) -> tuple[ClusterMachine | None, list[str]]:
+    """Return the machine, and what is wrong with its table."""
+    if not isinstance(table, Mapping):
+        return None, ["must be a table"]
+    faults = []
     if not name.replace("-", "").replace("_", "").isalnum():
-        raise ConfigError(f"{where}a machine's name has letters, digits, - and _ only")
-    fixed = sorted(own.keys() & _OF_THE_CLUSTER)
-    if fixed:
-        raise ConfigError(f"{where}{fixed[0]} is the same for all machines: move it to [cluster]")
-    _refuse_unknown(where, own, (_OPTIONS - _OF_THE_CLUSTER) | {"master"})
-    host, is_master = own.pop("host", None), own.pop("master", False)
-    if not isinstance(host, str) or not host:
-        raise ConfigError(f'{where}host is missing: the address at which the other machines reach it, as "10.0.0.1"')
+        faults.append("a machine's name has letters, digits, - and _ only")
+    faults += [f"{key} is the same for all machines: move it to [cluster]" for key in table if key in _OF_THE_CLUSTER]
+    is_master = table.get("master", False)
     if not isinstance(is_master, bool):
-        raise ConfigError(f"{where}master must be true or false")
+        faults.append("master must be true or false")
+    own = {key: value for key, value in table.items() if key != "master" and key not in _OF_THE_CLUSTER}
+    values, wrong = from_table(_without(_OF_THE_CLUSTER), own)
+    if not own.get("host"):
+        faults.append('host is missing: the address at which the other machines reach it, as "10.0.0.1"')
+    if faults or wrong:
+        return None, faults + wrong
     counts = {"prefill": 0, "decode": 0, "frontends": 0, "nodes": 1 if "dram" in own else 0}
     counts["conductors"] = 1 if is_master else 0
+    layers = Layer(Source.FILE, values, f"[machines.{name}]"), common, Layer(Source.DEFAULT, counts)
+    in_force = merge(_settings(), layers)
     try:
-        serve = msgspec.convert({**common, **counts, **own, "host": host}, ServeConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}{error}") from error
-    try:
+        serve = build(ServeConfig, in_force)
         serve.check_values()
     except ConfigError as error:
-        raise ConfigError(f"{where}{error}") from error
-    return ClusterMachine(name, host, is_master, serve)
+        return None, [str(error)]
+    return ClusterMachine(name, values["host"], is_master, serve, in_force), []
+
+
+@cache
+def _settings() -> dict[str, Setting]:
+    return settings_of(ServeConfig)
+
+
+def _without(names: set[str]) -> dict[str, Setting]:
+    return {name: setting for name, setting in _settings().items() if name not in names}
+
+
+def _faults_between(cluster: ClusterFile) -> list[str]:
+    """Return the first fault that concerns several machines."""
+    try:
+        _check(cluster)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _check(cluster: ClusterFile) -> None:
@@ -191,16 +224,3 @@ def _check(cluster: ClusterFile) -> None:
             "[cluster]: secret_file is missing: machines that reach each other over a network need one (mode 600, the "
             "same on all of them), or every program on that network could read and change the pool"
         )
-
-
-def _table(where: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must be a table")
-    return value
-
-
-def _refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    known = set(known)
-    unknown = next((name for name in given if name not in known), None)
-    if unknown is not None:
-        raise ConfigError(f"{where}{unknown!r} is unknown{nearest(unknown, known)}")

@@ -1,30 +1,34 @@
 """A running launcher takes orders here: `moonpool scale` asks over a socket in the run directory, which only its user
-can open."""
+can open; with `serve --tour` the front ends ask, too."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moonpool.base.address import split_addresses
-from moonpool.base.cluster import CONDUCTOR_SERVICE, REQUEST_LIMITS, WorkerRole
+from moonpool.base.cluster import CONDUCTOR_SERVICE, LAUNCHER_SERVICE, REQUEST_LIMITS, WorkerRole
 from moonpool.base.errors import ConfigError, InvalidInput, Unavailable
 from moonpool.base.rpc import AsyncClient, Call, RpcPeer, RpcServer
-from moonpool.base.run_dirs import socket_address
+from moonpool.base.run_dirs import LAUNCHER, socket_address
 from moonpool.conductor.messages import DrainWorker, Status
 from moonpool.engine.config import gpu_index
+from moonpool.frontend.tour_messages import FillPool, KillWorker
 from moonpool.launch.checks import require_memory
 from moonpool.launch.launcher import Launcher
 from moonpool.launch.machine import MachinePlan, Wiring, WorkerPart
-from moonpool.launch.messages import LAUNCHER, LAUNCHER_SERVICE, ListWorkers, Scale, ScaleReply, WorkerProcess
+from moonpool.launch.messages import ListWorkers, Scale, ScaleReply, WorkerProcess
 from moonpool.launch.plan import MOST_OF_A_KIND, Role, ServeConfig, plan_worker
+from moonpool.launch.role_settings import RoleTables, with_settings
 from moonpool.launch.scaling import plan_scale
 from moonpool.launch.supervisor import State
+from moonpool.launch.tour import TourControl
 
 _R = TypeVar("_R")
 _ASK_S = 5.0
@@ -40,6 +44,7 @@ class WorkerMaker:
     wiring: Wiring
     run_dir: Path
     prefix: str = ""
+    role_tables: RoleTables = field(default_factory=dict)
 
     def make(self, role: WorkerRole, number: int, index: int) -> Role:
         """Return worker `number` of the role, the `index`th of all: devices are given in turn. Raise ConfigError on a
@@ -51,11 +56,13 @@ class WorkerMaker:
         device, kv_nbytes = "cpu" if gpu is None else f"cuda:{gpu}", self.config.kv_nbytes or self.config.host_kv_nbytes
         # Without a number of threads a worker follows the number of workers on its machine.
         part = WorkerPart(self.prefix, role.value, number, device, self.config.threads, kv_nbytes)
-        return plan_worker(self.config, self.machine, self.wiring, self.run_dir, part)
+        worker = plan_worker(self.config, self.machine, self.wiring, self.run_dir, part)
+        return with_settings(worker, self.role_tables, os.environ)
 
 
 class ControlServer:
-    """Serves Scale and ListWorkers from `await start()` until `await close()`. One Scale at a time."""
+    """Serves Scale and ListWorkers, with a tour its calls too, from `await start()` until `await close()`. One Scale at
+    a time."""
 
     def __init__(
         self, launcher: Launcher, maker: WorkerMaker, require: Callable[[int, int], None] | None = None
@@ -63,12 +70,14 @@ class ControlServer:
         self._launcher, self._maker = launcher, maker
         self._require_memory = require or require_memory
         self._busy = asyncio.Lock()
-        self._server = RpcServer(
-            LAUNCHER_SERVICE,
-            {Scale: self._scale, ListWorkers: self._list_workers},
-            name=LAUNCHER,
-            incarnation=time.time_ns(),
-        )
+        handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
+            Scale: self._scale,
+            ListWorkers: self._list_workers,
+        }
+        if maker.config.tour:
+            tour = TourControl(launcher, maker.wiring.master, maker.config.secret_file)
+            handlers |= {KillWorker: tour.kill, FillPool: tour.fill}
+        self._server = RpcServer(LAUNCHER_SERVICE, handlers, name=LAUNCHER, incarnation=time.time_ns())
 
     async def start(self) -> str:
         return await self._server.listen(socket_address(self._maker.run_dir, LAUNCHER))

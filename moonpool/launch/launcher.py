@@ -147,6 +147,10 @@ class Launcher:
         self._changes[name] = False
         self._events.put_nowait(Retired(name, at_once))
 
+    def kill(self, name: str) -> None:
+        """Kill the role's process as a crash would; it is started again."""
+        self._children[name].kill()
+
     def change_options(self, command: str, **options: object) -> None:
         """Give these options to the roles of that command when they are started again."""
         for role in self.roles(command):

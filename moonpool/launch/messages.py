@@ -7,9 +7,6 @@ import msgspec
 from moonpool.base.ranges import Count
 from moonpool.base.rpc import Call
 
-LAUNCHER_SERVICE = "launcher"
-LAUNCHER = "launcher"  # the name of its socket
-
 
 class ScaleReply(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that are being started, and workers that end what they have begun and leave."""

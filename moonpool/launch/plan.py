@@ -60,7 +60,7 @@ class ServeConfig:
     # memory for KV pages, per worker; default: 512MB, on a GPU the worker's share of what is free beside the weights
     kv: str | None = None
     host: str = "127.0.0.1"  # address on which the OpenAI API listens
-    port: int = 8000  # 0: any free port
+    port: int = 8000  # port of the OpenAI API; 0: any free port
     block_tokens: int = WorkerConfig.block_tokens  # tokens per KV block
     max_batch_tokens: int | None = None  # tokens a worker computes per step; default: 512, on a GPU 8192
     max_num_seqs: int = WorkerConfig.max_num_seqs  # sequences a worker runs at the same time
@@ -88,8 +88,14 @@ class ServeConfig:
     tenants_file: str | None = None
     # file (mode 600) with a secret; the node then also listens on TCP, for peers with the same secret
     secret_file: str | None = None
-    # folder for secrets and the master's journal; default: $MOONPOOL_STATE or ~/.local/state/moonpool
+    # folder for secrets and the master's journal; default: ~/.local/state/moonpool
     state_dir: str | None = None
+    # add a Tour to the live page, to try Moonpool out: it kills workers and fills the pool; it needs the token that the
+    # start prints
+    tour: bool = False
+    # OpenTelemetry collector (OTLP over HTTP) that gets one trace per request, for example http://127.0.0.1:4318; needs
+    # moonpool[otel]; default: no traces
+    otlp: str | None = None
     log_dir: str | None = None  # folder for one log file per role; default: all roles log to standard error
     log_level: str = ProcessConfig.log_level  # DEBUG, INFO, WARNING or ERROR
 
@@ -347,12 +353,15 @@ def _frontend(
         "expected_nodes": wiring.nodes,
         "max_model_len": config.max_model_len,
         "tenants_file": config.tenants_file,
+        "otlp": config.otlp,
         "state_dir": str(state_dir),
         "log_level": config.log_level,
     }
     if len(machine.frontends) > 1:
         names = [each.name for each in machine.frontends]
         options["siblings"] = tuple(f"{name}={socket_address(run_dir, name)}" for name in names)
+    if config.tour:
+        options["tour_dir"] = str(run_dir)
     # A restarted front end does not wait for the conductor: /health reports what is missing.
     conductors = tuple(name for name, _ in wiring.conductors)
     return Role(part.name, command="frontend", options=options, first_after=conductors, uses=workers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.limits import available_cores
 from moonpool.base.log import setup_logging
 from moonpool.base.process import Lifeline
-from moonpool.base.run_dirs import write_state_dir, write_url
+from moonpool.base.run_dirs import write_state_dir, write_tour_token, write_url
 from moonpool.base.security import Secret
 from moonpool.engine.config import Device
 from moonpool.engine.model_files import read_config, resolve
@@ -37,30 +38,35 @@ from moonpool.launch.control import ControlServer, WorkerMaker
 from moonpool.launch.launcher import Launcher
 from moonpool.launch.machine import MachinePlan
 from moonpool.launch.plan import ServeConfig, one_machine, plan_kv, plan_machine, plan_roles
+from moonpool.launch.role_settings import RoleTables, with_settings
 from moonpool.launch.run_dir import RunDir
 
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a front end that listens on all addresses
 
 
-def serve(config: ServeConfig, prepare_model: Callable[[str], None]) -> None:
+def serve(config: ServeConfig, prepare_model: Callable[[str], None], role_tables: RoleTables | None = None) -> None:
     """Run until the service is stopped (SIGINT, SIGTERM). Raise MoonpoolError if it cannot start or go on.
 
-    `prepare_model` may download the model; it is called after all cheaper checks.
+    `prepare_model` may download the model; it is called after all cheaper checks. `role_tables` are more settings of
+    the roles, from a configuration file.
     """
     config.check()
-    _run(config, prepare_model)
+    _run(config, prepare_model, role_tables or {})
 
 
-def up(cluster: ClusterFile, machine_name: str, prepare_model: Callable[[str], None]) -> None:
+def up(
+    cluster: ClusterFile, machine_name: str, prepare_model: Callable[[str], None], role_tables: RoleTables | None = None
+) -> None:
     """Run one machine's part of a cluster, as serve() does. Raise ConfigError if the file has no such machine, or if
     this is not it."""
     machine = cluster.machine(machine_name)
-    _run(machine.serve, prepare_model, cluster, machine)
+    _run(machine.serve, prepare_model, role_tables or {}, cluster, machine)
 
 
 def _run(
     config: ServeConfig,
     prepare_model: Callable[[str], None],
+    role_tables: RoleTables,
     cluster: ClusterFile | None = None,
     place: ClusterMachine | None = None,
 ) -> None:
@@ -89,13 +95,21 @@ def _run(
         _own_folder(Path(folder))
     with RunDir() as run_dir, Lifeline() as lifeline:
         write_state_dir(run_dir.path, state_dir)
+        tour_token = secrets.token_urlsafe(24) if config.tour else None
+        if tour_token is not None:
+            write_tour_token(run_dir.path, tour_token)
         if cluster is not None and place is not None:
             wiring = cluster.wiring(place)
         else:
             wiring = one_machine(machine, run_dir.path, config.conductors)
-        roles = plan_roles(config, machine, run_dir.path, state_dir, wiring)
-        launcher = Launcher(roles, lifeline, lambda seconds: _announce(config, machine, run_dir.path, seconds), log_dir)
-        maker = WorkerMaker(config, machine, wiring, run_dir.path, prefix)
+        planned = plan_roles(config, machine, run_dir.path, state_dir, wiring)
+        roles = [with_settings(role, role_tables, os.environ) for role in planned]
+
+        def announce(seconds: float) -> None:
+            _announce(config, machine, run_dir.path, seconds, tour_token)
+
+        launcher = Launcher(roles, lifeline, announce, log_dir)
+        maker = WorkerMaker(config, machine, wiring, run_dir.path, prefix, role_tables)
         failure = asyncio.run(_supervise(launcher, maker))
     if failure is not None:
         raise Unavailable(failure)
@@ -112,8 +126,8 @@ async def _supervise(launcher: Launcher, maker: WorkerMaker) -> str | None:
 
 
 def default_state_dir() -> Path:
-    """Return $MOONPOOL_STATE, or the XDG state folder of this user."""
-    chosen = os.environ.get("MOONPOOL_STATE")
+    """Return $MOONPOOL_STATE_DIR, $MOONPOOL_STATE (its former name), or the XDG state folder of this user."""
+    chosen = os.environ.get("MOONPOOL_STATE_DIR") or os.environ.get("MOONPOOL_STATE")
     if chosen:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moonpool"
@@ -127,7 +141,7 @@ def _own_folder(path: Path) -> Path:
     return path.resolve()
 
 
-def _announce(config: ServeConfig, machine: MachinePlan, run_dir: Path, seconds: float) -> None:
+def _announce(config: ServeConfig, machine: MachinePlan, run_dir: Path, seconds: float, tour_token: str | None) -> None:
     """Print the URL for the user, and write it where `moonpool chat` finds it."""
     if not machine.frontends:
         print(f"\nMoonpool runs this machine's part (ready after {seconds:.1f} s)\n{machine.describe()}", flush=True)
@@ -140,12 +154,13 @@ def _announce(config: ServeConfig, machine: MachinePlan, run_dir: Path, seconds:
         "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
     }
     key = "-H 'Authorization: Bearer YOUR_KEY' " if config.tenants_file else ""
+    tour = f"  {url.removesuffix('/v1')}/ui#tour/{tour_token} lets you break things and watch\n" if tour_token else ""
     print(
         f"\nMoonpool serves {body['model']} at {url} (ready after {seconds:.1f} s)\n"
         f"{machine.describe()}\n\n"
         f"  curl {url}/chat/completions {key}-H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n\n"
-        f"  moonpool chat\n  {url.removesuffix('/v1')}/ui shows what it does\n\n"
+        f"  moonpool chat\n  {url.removesuffix('/v1')}/ui shows what it does\n{tour}\n"
         "Ctrl-C stops it.",
         flush=True,
     )

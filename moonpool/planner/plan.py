@@ -65,6 +65,18 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     certainty: Certainty
     assumptions: list[str]
 
+    def headline(self) -> str:
+        """Return the answer in one line: how many nodes this load needs, of the number given, and how to split them."""
+        best = f"split {self.num_nodes} into {self.best.num_prefill} prefill + {self.best.num_decode} decode"
+        if self.fewest is None:
+            return "No number of nodes meets the targets."
+        needed = self.fewest.num_prefill + self.fewest.num_decode
+        if needed > self.num_nodes:
+            return f"{self.num_nodes} nodes are not enough: this load needs {needed}."
+        spare = f" ({needed} would be, too)" if needed < self.num_nodes else ""
+        pool = f", with {self.pool.best.dram_nbytes / _TB:g} TB of DRAM as the cheapest pool" if self.pool else ""
+        return f"{self.num_nodes} nodes are enough{spare}: {best}{pool}."
+
 
 def make_plan(
     trace: Trace,

@@ -108,7 +108,7 @@ def test_conductors_may_be_on_several_machines(tmp_path: Path) -> None:
         ({"machines__b__decod": 1}, r"\[machines.b\]: 'decod' is unknown; did you mean 'decode'?"),
         ({"machines__b__model": "x"}, "model is the same for all machines"),
         ({"machines__b__host": None}, "host is missing"),
-        ({"machines__b__decode": "1"}, "Expected `int`, got `str`"),
+        ({"machines__b__decode": "1"}, r"\[machines.b\]: decode must be a whole number, not '1'"),
         ({"machines__b__decode": -1}, "decode must be 0 to 64"),
         ({"machines__b__dram": "much"}, r"\[machines.b\]: .*much"),
         ({"machines__b__decode": 0}, "no machine has decode"),
@@ -122,7 +122,7 @@ def test_conductors_may_be_on_several_machines(tmp_path: Path) -> None:
         ({"cluster__ttft_slo_s": -1.0}, "ttft_slo_s must be above 0"),
         ({"machines": {}}, "one machine must have master"),
         ({"machines": 3}, r"\[machines\] must be a table"),
-        ({"machines__b": 3}, r"\[machines.b\] must be a table"),
+        ({"machines__b": 3}, r"\[machines.b\]: must be a table"),
         ({"machines__b/c": {"host": "10.0.0.3"}}, "letters, digits"),
     ],
 )

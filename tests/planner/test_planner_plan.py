@@ -72,6 +72,12 @@ def test_the_parts_fit_together(chat: Trace) -> None:
     assert best in asked
     assert (made.fewest.num_prefill, made.fewest.num_decode) in asked
     assert len(set(asked)) == len(asked) == len(made.checked) <= 4
+    split = f"split 8 into {best[0]} prefill + {best[1]} decode"
+    needed = made.fewest.num_prefill + made.fewest.num_decode
+    assert made.headline().startswith(f"8 nodes are enough ({needed} would be, too): {split}, with ")
+    assert msgspec.structs.replace(made, num_nodes=needed).headline().startswith(f"{needed} nodes are enough: split")
+    assert msgspec.structs.replace(made, num_nodes=1).headline() == f"1 nodes are not enough: this load needs {needed}."
+    assert msgspec.structs.replace(made, fewest=None).headline() == "No number of nodes meets the targets."
     hits = [point.hit_share for point in made.curve]
     saved = [point.saved_gpu_s_per_s for point in made.curve]
     assert hits == sorted(hits)

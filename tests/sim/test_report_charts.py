@@ -9,11 +9,13 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec import structs
 from world_cases import chat
 
 from moonpool.sim.fleet import make_fleet
 from moonpool.sim.outcome import Outcome, encode, replay
 from moonpool.sim.report.chart import (
+    Bar,
     Mark,
     Series,
     area_chart,
@@ -27,10 +29,12 @@ from moonpool.sim.report.chart import (
     table,
     thinned,
 )
+from moonpool.sim.report.labels import format_value, headline, label, system_numbers
 from moonpool.sim.report.page import page
+from moonpool.sim.report.style import NUM_COLORS, Hue, fill, stroke
 from moonpool.sim.systems import Goals, system, without
 
-COMMAND = "moonpool replay trace.jsonl"
+MADE_BY = {"command": "moonpool replay trace.jsonl", "version": "moonpool 9.9", "seed": "7"}
 NASTY = "<script>alert('x')</script> & \"quoted\""
 numbers = st.floats(0, 1e15, allow_nan=False)
 
@@ -68,13 +72,13 @@ def test_short_numbers(value: float, text: str) -> None:
 
 
 def test_a_line_goes_through_its_points() -> None:
-    root = parsed(line_chart([Series("a", [0, 5, 10], [0, 50, 100], 0)], x_name="time", y_name="share"))
+    root = parsed(line_chart([Series("a", [0, 5, 10], [0, 50, 100], Hue(0))], x_name="time", y_name="share"))
     (line,) = [each for each in root if each.tag == "polyline"]
     assert line.attrib["points"].split() == ["46.0,212.0", "258.0,111.0", "470.0,10.0"]
 
 
 def test_areas_stand_on_each_other() -> None:
-    series = [Series("a", [0, 1], [1, 1], 0), Series("b", [0, 1], [3, 3], 1)]
+    series = [Series("a", [0, 1], [1, 1], Hue(0)), Series("b", [0, 1], [3, 3], Hue(0, 1))]
     polygons = [each.attrib["points"].split() for each in parsed(area_chart(series, x_name="x", y_name="y"))
                 if each.tag == "polygon"]  # fmt: skip
     assert polygons[0][:2] == polygons[1][:1:-1], "the second begins where the first ends"
@@ -82,23 +86,24 @@ def test_areas_stand_on_each_other() -> None:
 
 
 def test_hovering_tells_all_series_at_that_place() -> None:
-    series = [Series("a", [0, 10], [1, 2], 0), Series("b", [0, 10], [3, 4], 1)]
+    series = [Series("a", [0, 10], [1, 2], Hue(0)), Series("b", [0, 10], [3, 4], Hue(1))]
     titles = [each.text for each in parsed(line_chart(series, x_name="time, s", y_name="things")).iter("title")]
     assert titles == ["time, s 0; things\na: 1\nb: 3", "time, s 10; things\na: 2\nb: 4"]
 
 
 def test_targets_are_marked() -> None:
-    svg = line_chart([Series("a", [0.1, 5], [0, 1], 0)], x_name="x", y_name="y", log_x=True, marks=[Mark(30, "target")])
+    series = [Series("a", [0.1, 5], [0, 1], Hue(0))]
+    svg = line_chart(series, x_name="x", y_name="y", log_x=True, marks=[Mark(30, "target")])
     assert [each.text for each in parsed(svg).iter("text")].count("target") == 1
 
 
 def test_whatever_it_is_called_is_escaped() -> None:
-    series = [Series(NASTY, [0, 1], [0, 1], 0)]
+    series = [Series(NASTY, [0, 1], [0, 1], Hue(0))]
     texts = [
         line_chart(series, x_name=NASTY, y_name=NASTY, marks=[Mark(1, NASTY)]),
         area_chart(series, x_name=NASTY, y_name=NASTY),
-        bar_chart({NASTY: [0.5]}, [NASTY]),
-        legend([(NASTY, 0)]),
+        bar_chart([Bar(NASTY, [0.5], 0)], [NASTY]),
+        legend([(NASTY, Hue(0))]),
         table([NASTY], [[NASTY]], kind=NASTY),
         series_table(series, NASTY),
     ]
@@ -107,18 +112,18 @@ def test_whatever_it_is_called_is_escaped() -> None:
         assert "<script" not in text
 
 
-@pytest.mark.parametrize("series", [[], [Series("a", [], [], 0)], [Series("a", [3.0], [0.0], 0)]])
+@pytest.mark.parametrize("series", [[], [Series("a", [], [], Hue(0))], [Series("a", [3.0], [0.0], Hue(0))]])
 def test_nothing_and_almost_nothing_can_be_drawn(series: list[Series]) -> None:
     for svg in (line_chart(series, x_name="x", y_name="y", log_x=True), area_chart(series, x_name="x", y_name="y")):
         assert not re.search(r"\bnan\b|\binf\b", svg)
         parsed(svg)
-    parsed(bar_chart({}, []))
-    parsed(bar_chart({"a": [0.0]}, ["b"]))
+    parsed(bar_chart([], []))
+    parsed(bar_chart([Bar("a", [0.0], 0)], ["b"]))
 
 
 def test_bars_are_as_long_as_their_shares() -> None:
-    widths = [float(each.attrib["width"]) for each in parsed(bar_chart({"a": [0.5, 0.25]}, ["x", "y"], most=1.0))
-              if each.tag == "rect"]  # fmt: skip
+    chart = parsed(bar_chart([Bar("a", [0.5, 0.25], 0)], ["x", "y"], most=1.0))
+    widths = [float(each.attrib["width"]) for each in chart if each.tag == "rect"]
     assert widths[0] == pytest.approx(2 * widths[1])
 
 
@@ -151,7 +156,7 @@ def test_an_outcome_has_everything(outcomes: list[Outcome]) -> None:
 
 
 def test_the_page_opens_offline(outcomes: list[Outcome]) -> None:
-    text = page(outcomes, COMMAND)
+    text = page(outcomes, MADE_BY)
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(|\bsrc=|\bhref=", text)
     body = text[text.index("<body>") : text.index("</html>")]
     parsed(body)  # every tag is closed, every & escaped
@@ -161,11 +166,49 @@ def test_the_page_opens_offline(outcomes: list[Outcome]) -> None:
 
 
 def test_a_trace_with_a_nasty_name(outcomes: list[Outcome]) -> None:
-    import msgspec
-
-    text = page([msgspec.structs.replace(outcomes[0], trace=NASTY, system=NASTY)], NASTY)
+    text = page([structs.replace(outcomes[0], trace=NASTY, system=NASTY)], {"command": NASTY})
     assert "<script" not in text
     parsed(text[text.index("<body>") : text.index("</html>")])
+
+
+def with_share(outcome: Outcome, name: str, share: float) -> Outcome:
+    return structs.replace(outcome, system=name, numbers={**outcome.numbers, "effective_share": share})
+
+
+def test_the_headline_answers_if_the_machines_are_enough(outcomes: list[Outcome]) -> None:
+    ours = with_share(outcomes[0], "moonpool", 0.95)
+    assert headline([ours]) == "4 nodes are enough: moonpool serves 95.0% of the requests in time"
+    worse = with_share(outcomes[1], "vllm", 0.4)
+    assert headline([worse, ours]).endswith("moonpool serves 95.0% of the requests in time, vllm 40.0%")
+    third = with_share(outcomes[2], "none", 0.2)
+    assert headline([third, worse]) == "4 nodes are not enough: vllm serves 40.0% of the requests in time, none 20.0%"
+    assert headline([third, ours, worse]).endswith(", next vllm 40.0%")
+
+
+def test_a_colour_is_one_system(outcomes: list[Outcome]) -> None:
+    assert system_numbers(outcomes) == [0, 2, 3]
+    assert system_numbers([structs.replace(outcomes[1], system="vllm-v1"), outcomes[0]]) == [1, 0]
+    body = page(outcomes, MADE_BY).partition("<body>")[2]
+    per_system = re.split(r"<h2>(?=<ul)", body)[1:]
+    assert len(per_system) == 3
+    for number, section in zip((0, 2, 3), per_system, strict=True):
+        assert set(re.findall(r"--c(\d+)", section)) == {str(number)}, "in its section a system has its colour only"
+    numbers = [Hue(system, part) for system in range(NUM_COLORS) for part in range(4)]
+    assert len({fill(each) for each in numbers}) == len({stroke(each) for each in numbers}) == len(numbers)
+
+
+def test_every_number_has_its_unit(outcomes: list[Outcome]) -> None:
+    assert (label("tbt_s_p90"), format_value("tbt_s_p90", 0.0123)) == ("TBT p90, ms", "12.3")
+    assert label("ttft_s_p99") == "TTFT p99, s"
+    for name in outcomes[0].numbers:
+        says_unit = label(name).endswith((", s", ", ms", "requests/s")) or "%" in format_value(name, 0.5)
+        assert says_unit or name.startswith("num_"), name
+
+
+def test_the_page_ends_with_how_to_make_it_again(outcomes: list[Outcome]) -> None:
+    end = page(outcomes, MADE_BY).rpartition("<h2>")[2]
+    for name, value in MADE_BY.items():
+        assert f"<td>{name}</td><td>{value}</td>" in end
 
 
 def test_the_same_bytes_twice(outcomes: list[Outcome]) -> None:
@@ -176,4 +219,4 @@ def test_the_same_bytes_twice(outcomes: list[Outcome]) -> None:
         Goals(ttft_s=4.0),
     )
     assert encode(again) == encode(outcomes[0])
-    assert page([again], COMMAND) == page(outcomes[:1], COMMAND)
+    assert page([again], MADE_BY) == page(outcomes[:1], MADE_BY)

@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 from world_cases import chat
 
+from moonpool import __version__
 from moonpool.base.errors import InvalidInput
 from moonpool.cli.main import main
 from moonpool.cli.replay import _groups, show_table
@@ -42,13 +43,16 @@ def test_systems_beside_each_other(trace: Path) -> None:
         "done within TTFT 30 s, TBT 100 ms",
         "goodput",
         "TBT p99",
-        "saved by reuse",
+        "prefill time saved by reuse, s",
         "Fig 14",
         "network, sent",
     ):
         assert said in ran.stdout
-    *_, last = ran.stdout.strip().splitlines()
+    first, *_, last, _, command, version, seed = ran.stdout.strip().splitlines()
+    assert re.match(r"4 nodes are (not )?enough: \S.* serves \d+\.\d% of the requests in time, next ", first)
     assert re.match(r"\S.* serves \d+\.\d% of 40 requests within TTFT 30 s and TBT 100 ms", last), "a conclusion"
+    assert command == f"command: moonpool replay {trace} --system moonpool --system vllm --without pool --nodes 4"
+    assert (version, seed) == (f"version: moonpool {__version__}", "seed: 0")
 
 
 def test_json_and_report_are_the_same_every_time(trace: Path, tmp_path: Path) -> None:
@@ -64,7 +68,7 @@ def test_json_and_report_are_the_same_every_time(trace: Path, tmp_path: Path) ->
     assert outputs[0] == outputs[1]
     assert pages[0] == pages[1]
     html = pages[0].decode()
-    assert f"<pre>moonpool replay {trace} --system moonpool --load 1.5 --slice 0:15 --nodes 4</pre>" in html
+    assert f"<td>moonpool replay {trace} --system moonpool --load 1.5 --slice 0:15 --nodes 4</td>" in html
     assert '<p class="headline">moonpool serves ' in html
     for said in ("<td>TTFT p90, s</td>", "<td>DRAM per node</td><td>1 TB</td>", "<td>network</td><td>86 GB/s</td>"):
         assert said in html
@@ -92,8 +96,8 @@ def test_many_systems_are_shown_in_groups(trace: Path, capsys: pytest.CaptureFix
     assert [each.system for group in groups for each in group] == names
     assert [len(group) for group in groups] == [3, 3, 1]
     assert [len(group) for group in _groups(outcomes, 10)] == [1, 1], "never none"
-    show_table(outcomes)
-    *lines, conclusion = capsys.readouterr().out.splitlines()
+    show_table(outcomes, {"seed": "0"})
+    *lines, conclusion, _, _ = capsys.readouterr().out.splitlines()
     assert max(len(line.rstrip()) for line in lines) < 120
     assert " serves " in conclusion
 

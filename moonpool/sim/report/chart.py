@@ -6,12 +6,12 @@ Each value of a chart can be read by hovering over it and in the table below the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from moonpool.sim.report.style import color, dashes
+from moonpool.sim.report.style import Hue, fill, stroke
 
 _LEAST = 1e-300  # below this, the steps of a scale underflow
 _STEPS = (1.0, 2.0, 5.0, 10.0)
@@ -93,12 +93,12 @@ _MAX_BANDS = 60
 
 
 class Series(NamedTuple):
-    """`y` over `x`, of the same length, `x` ascending. `hue` is the number of its colour."""
+    """`y` over `x`, of the same length, `x` ascending."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    hue: int
+    hue: Hue
 
 
 class Mark(NamedTuple):
@@ -136,14 +136,19 @@ def area_chart(series: Sequence[Series], *, x_name: str, y_name: str) -> str:
     return _frame(x, y, x_name, y_name, drawn + _bands(series, x, x_name, y_name))
 
 
-def legend(names: Sequence[tuple[str, int]]) -> str:
-    """Return a legend of (name, hue) pairs."""
+def legend(names: Sequence[tuple[str, Hue]], *, of_lines: bool = False) -> str:
+    """Return a legend of (name, hue) pairs, with patches of colour or with the lines of a chart."""
     items = "".join(
-        f'<li><svg viewBox="0 0 22 10" aria-hidden="true"><path d="M0 5H22" stroke="{color(hue)}" stroke-width="4"'
-        f"{dashes(hue)}/></svg>{escape(name)}</li>"
+        f'<li><svg viewBox="0 0 22 10" aria-hidden="true">{_sample(hue, of_lines)}</svg>{escape(name)}</li>'
         for name, hue in names
     )
     return f'<ul class="legend">{items}</ul>'
+
+
+def _sample(hue: Hue, of_line: bool) -> str:
+    if of_line:
+        return f'<path d="M0 5H22" {stroke(hue)} stroke-width="4"/>'
+    return f'<rect width="22" height="10" rx="2" fill="{fill(hue)}"/>'
 
 
 def thinned(length: int, most: int) -> list[int]:
@@ -174,14 +179,13 @@ def _points(xs: Sequence[float], ys: Sequence[float], x: AxisScale, y: AxisScale
 
 
 def _line(series: Series, x: AxisScale, y: AxisScale) -> str:
-    stroke = f'stroke="{color(series.hue)}"{dashes(series.hue)}'
-    return f'<polyline class="series" {stroke} points="{_points(series.x, series.y, x, y)}"/>'
+    return f'<polyline class="series" {stroke(series.hue)} points="{_points(series.x, series.y, x, y)}"/>'
 
 
 def _area(series: Series, low: Sequence[float], high: Sequence[float], x: AxisScale, y: AxisScale) -> str:
     upper = _points(series.x, high, x, y)
     lower = _points(series.x[::-1], low[::-1], x, y)
-    return f'<polygon fill="{color(series.hue)}" fill-opacity="0.75" points="{upper} {lower}"/>'
+    return f'<polygon fill="{fill(series.hue)}" points="{upper} {lower}"/>'
 
 
 def _marks(marks: Sequence[Mark], x: AxisScale) -> str:
@@ -217,28 +221,37 @@ _BARS_WIDTH, _BARS_RIGHT = 480, 412
 _BAR, _NAME = 16, 15  # heights
 
 
-def bar_chart(bars: Mapping[str, Sequence[float]], parts: Sequence[str], *, most: float | None = None) -> str:
-    """Draw one bar per name, stacked from its parts (shares of 1). The axis ends at `most`, or at the longest bar."""
-    totals = [sum(sizes) for sizes in bars.values()]
+class Bar(NamedTuple):
+    """One system's bar, stacked from shares of 1."""
+
+    name: str
+    sizes: Sequence[float]
+    system: int
+
+
+def bar_chart(bars: Sequence[Bar], parts: Sequence[str], *, most: float | None = None) -> str:
+    """Draw the bars, each in tints of its system's colour. The axis ends at `most`, or at the longest bar."""
+    totals = [sum(each.sizes) for each in bars]
     x = linear(totals if most is None else [most], 0, _BARS_RIGHT)
     step = _BAR + _NAME + 8
     rows = "".join(
-        f'<text x="0" y="{at * step + 11}">{escape(name)}</text>'
-        + _parts(sizes, parts, at * step + _NAME, x.high)
+        f'<text x="0" y="{at * step + 11}">{escape(bar.name)}</text>'
+        + _parts(bar, parts, at * step + _NAME, x.high)
         + f'<text x="{x.at(total) + 5:.1f}" y="{at * step + _NAME + 12}">{total:.1%}</text>'
-        for at, ((name, sizes), total) in enumerate(zip(bars.items(), totals, strict=True))
+        for at, (bar, total) in enumerate(zip(bars, totals, strict=True))
     )
     about = escape(", ".join(parts), quote=True)
     return f'<svg viewBox="0 0 {_BARS_WIDTH} {len(bars) * step}" role="img" aria-label="{about}">{rows}</svg>'
 
 
-def _parts(sizes: Sequence[float], parts: Sequence[str], top: int, most: float) -> str:
+def _parts(bar: Bar, parts: Sequence[str], top: int, most: float) -> str:
     drawn, begin = "", 0.0
-    for hue, (size, part) in enumerate(zip(sizes, parts, strict=True)):
+    for at, (size, part) in enumerate(zip(bar.sizes, parts, strict=True)):
         width = size / most * _BARS_RIGHT
         if size > 0:
+            paint = fill(Hue(bar.system, at))
             drawn += (
-                f'<rect x="{begin:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{color(hue)}">'
+                f'<rect x="{begin:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{paint}">'
                 f"<title>{escape(part)}: {short(size * 100)} %</title></rect>"
             )
         begin += width

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from moonpool.base.units import format_nbytes
 from moonpool.sim.outcome import Outcome
 from moonpool.sim.report.chart import short
+from moonpool.sim.systems import BASELINE, FULL
 
 _LONG = 1e9  # numbers from here on are shown with three digits
 _NAMES = {
@@ -38,6 +39,7 @@ _NAMES = {
     "times": "where times come from",
     "kv_tokens_per_node_gpus": "tokens of KV in a node's GPUs",
 }
+_IN_MS = "tbt_s_"  # times between tokens are shown in milliseconds
 _WORDS = {"kv": "KV", "dram": "DRAM", "ssd": "SSD", "ttft": "TTFT", "tbt": "TBT", "h2d": "memory to GPUs", "nic": "NIC"}
 
 
@@ -51,7 +53,7 @@ def label(name: str) -> str:
     unit = ""
     if "s" in words:  # ttft_s_p90
         words.remove("s")
-        unit = ", s"
+        unit = ", ms" if name.startswith(_IN_MS) else ", s"
     return " ".join(words) + unit
 
 
@@ -63,11 +65,33 @@ def format_value(name: str, value: str | int | float) -> str:
         return format_nbytes(int(value)) + ("/s" if name.endswith("_per_s") else "")
     if "share" in name:
         return f"{value:.1%}"
+    if name.startswith(_IN_MS):
+        return f"{value * 1e3:.1f}"
     return f"{value:,.0f}" if value == int(value) and value < _LONG else short(value)
 
 
 _SAME = 0.001  # shares of requests that differ by less count as equal
 _ENOUGH = 0.9  # below this share of requests the targets count as missed
+
+
+def system_numbers(outcomes: Sequence[Outcome]) -> list[int]:
+    """Return the number of each system's colour: 0 for the full system, 1 for the baseline, then in order."""
+    pinned = {FULL: 0, BASELINE: 1}
+    others = iter(range(len(pinned), len(pinned) + len(outcomes)))
+    return [pinned[each.system] if each.system in pinned else next(others) for each in outcomes]
+
+
+def headline(outcomes: Sequence[Outcome]) -> str:
+    """Return the answer in one line: whether these machines are enough, and how the best system compares."""
+    ranked = sorted(outcomes, key=lambda each: -each.numbers["effective_share"])
+    best = ranked[0]
+    share = best.numbers["effective_share"]
+    enough = "enough" if share >= _ENOUGH else "not enough"
+    text = f"{best.machine.get('nodes')} nodes are {enough}: {best.system} serves {share:.1%} of the requests in time"
+    if len(ranked) == 1:
+        return text
+    second = ranked[1]
+    return f"{text}, {'next ' if len(ranked) > 2 else ''}{second.system} {second.numbers['effective_share']:.1%}"
 
 
 def conclusion(outcomes: Sequence[Outcome]) -> str:

@@ -1,11 +1,23 @@
-"""The style sheet of the report: light or dark as the reader's system prefers, one column on a phone."""
+"""The style sheet of the report: light or dark as the reader's system prefers, one column on a phone.
+
+A colour stands for one system on the whole page. What is drawn of one system alone (places, states, links) has tints of
+that system's colour, and lines are dashed besides, so that no colour means two things.
+"""
 
 from __future__ import annotations
 
-NUM_COLORS = 8
+from typing import NamedTuple
 
-_LIGHT = ("#0068a8", "#d98200", "#00855f", "#b8508f", "#c24a00", "#3d95d6", "#7d6a00", "#5a5a5a")
-_DARK = ("#57aee8", "#f2b441", "#35c99c", "#e89bc6", "#f4915a", "#9bd4f5", "#dcc94f", "#bdbdbd")
+NUM_COLORS = 12
+
+_LIGHT = (
+    "#0068a8", "#d98200", "#00855f", "#b8508f", "#c24a00", "#3d95d6",
+    "#7d6a00", "#5a5a5a", "#7a4fc4", "#a3213b", "#2f7d86", "#8a5a3c",
+)  # fmt: skip
+_DARK = (
+    "#57aee8", "#f2b441", "#35c99c", "#e89bc6", "#f4915a", "#9bd4f5",
+    "#dcc94f", "#bdbdbd", "#b79bf0", "#f07f93", "#6fc6cf", "#cfa385",
+)  # fmt: skip
 
 
 def _variables(colors: tuple[str, ...], ground: str, card: str, ink: str, faint: str, line: str) -> str:
@@ -21,8 +33,9 @@ CSS = (
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1180px;margin:0 auto;padding:16px}
-h1{font-size:1.5rem;margin:.2em 0}
+h1{font-size:1.5rem;line-height:1.25;margin:.2em 0;max-width:40em}
 h2{font-size:1.15rem;margin:1.6em 0 .5em}
+h2 .legend{font-size:inherit}
 h3{font-size:1rem;margin:0 0 .3em}
 p{margin:.3em 0;color:var(--faint)}
 .headline{font-size:1.12rem;color:var(--ink);max-width:60em}
@@ -53,10 +66,32 @@ svg text{font:11.5px system-ui,sans-serif;fill:var(--faint)}
 )
 
 
-def color(at: int) -> str:
-    return f"var(--c{at % NUM_COLORS})"
+class Hue(NamedTuple):
+    """`system` is the number of a system, None for what belongs to all of them; `part` counts what is drawn of one."""
+
+    system: int | None
+    part: int = 0
 
 
-def dashes(at: int) -> str:
-    """Return the dashes of a series; series with a repeated colour are dashed."""
-    return "" if at < NUM_COLORS else ' stroke-dasharray="6 3"'
+_TINTS = (100, 68, 42, 24)  # percent of the colour; the rest is the background
+_LEAST_LINE_TINT = 55  # thinner colours cannot be seen as a line
+_DASHES = ("", "7 3", "2 3", "10 3 2 3")
+
+
+def fill(hue: Hue) -> str:
+    """Return the colour of an area or a bar."""
+    return _tinted(hue, _TINTS[hue.part % len(_TINTS)])
+
+
+def stroke(hue: Hue) -> str:
+    """Return the attributes of a line. Systems beyond the last colour are dashed, too."""
+    pattern = _DASHES[hue.part % len(_DASHES)]
+    if hue.system is not None and hue.system >= NUM_COLORS:
+        pattern = pattern or _DASHES[1]
+    dashes = f' stroke-dasharray="{pattern}"' if pattern else ""
+    return f'stroke="{_tinted(hue, max(_TINTS[hue.part % len(_TINTS)], _LEAST_LINE_TINT))}"{dashes}'
+
+
+def _tinted(hue: Hue, percent: int) -> str:
+    name = "var(--ink)" if hue.system is None else f"var(--c{hue.system % NUM_COLORS})"
+    return name if percent == 100 else f"color-mix(in srgb,{name} {percent}%,var(--card))"
