@@ -8,7 +8,7 @@ LMCACHE_VENV ?= .venv-lmcache
 SGLANG_VENV ?= .venv-sglang
 
 
-.PHONY: setup serve check test browser test-vllm test-lmcache test-sglang soak bench clean
+.PHONY: setup serve check test programs test-vllm test-lmcache test-sglang soak bench clean
 
 # The runtime alone (serve) and the developer's tools (check, test) are two stamps, so `make serve` stays small.
 $(VENV)/bin/python:
@@ -37,15 +37,17 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Debian's chromium shows the live page to its tests. Where it cannot be installed they are skipped, and say so.
-browser:
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq >/dev/null \
-	  && apt-get install -y --no-install-recommends chromium >/dev/null; } \
-	  || echo "chromium is not installed and cannot be installed here: the tests of the live page are skipped"
+# Debian's chromium shows the live page to its tests, Debian's prometheus reads the metrics. Where one cannot be installed
+# its tests are skipped, and say so.
+programs:
+	@for program in chromium prometheus; do \
+	  command -v $$program >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq >/dev/null \
+	    && apt-get install -y --no-install-recommends $$program >/dev/null; } \
+	    || echo "$$program is not installed and cannot be installed here: the tests that need it are skipped"; done
 
 # Tests that measure time and memory of whole services, or time on shaped links, run alone.
 ALONE := tests/e2e tests/faults/test_strangers.py tests/transfer/test_two_rails.py
-test: $(VENV)/.dev browser
+test: $(VENV)/.dev programs
 	$(BIN)/moonpool model fetch smollm2
 	$(BIN)/pytest -m "not gpu and not soak" -n 2 $(addprefix --ignore ,$(ALONE)) --ignore tests/vllm --ignore tests/lmcache --ignore tests/sglang $(ARGS)
 	$(BIN)/pytest -m "not gpu and not soak" $(ALONE) $(ARGS)

@@ -5,8 +5,9 @@ and folders of its own, all joined by one virtual switch. Roles are real process
         a.start("master", "master", "--listen", f"tcp:{a.address}:7700", ...)
         b.http("http://10.88.0.1:8000/health")
 
-MachinesLab(3, rates_mbit={0: 1000}) shapes what the first machine sends and receives. Used by live.py and by
-tests/e2e/test_two_machines.py.
+MachinesLab(3, rates_mbit={0: 1000}) shapes what the first machine sends and receives; with delay_ms=1.0 a packet takes
+that long from one machine to another (docstring of _delayed_link.py). Used by live.py, tests/e2e/test_two_machines.py
+and tests/e2e/test_cluster_file.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from _delayed_link import TUNNEL_MTU, open_tunnel, start_relay
 
 from moonpool.base.process import Lifeline
 
@@ -207,8 +210,9 @@ class Machine:
 class MachinesLab:
     """Names are this process's own; everything is removed on exit."""
 
-    def __init__(self, num_machines: int, *, rates_mbit: Mapping[int, int] = {}) -> None:
+    def __init__(self, num_machines: int, *, rates_mbit: Mapping[int, int] = {}, delay_ms: float = 0.0) -> None:
         self._rates_mbit = rates_mbit  # by the machine's position; the others are not shaped
+        self._delay_ms = delay_ms  # of one way between two machines
         self._names = [f"mpm{os.getpid()}x{next(_numbers)}" for _ in range(num_machines)]
         self._undo = contextlib.ExitStack()
 
@@ -226,6 +230,10 @@ class MachinesLab:
             for number, name in enumerate(self._names, 1):
                 self._add_namespace(undo, name)
                 address = f"10.88.0.{number}"
+                if self._delay_ms:
+                    _join_by_relay(undo, name, switch, f"port{number}", self._delay_ms / 2)  # a packet passes two
+                else:
+                    _join_by_veth(name, switch, f"port{number}")
                 _plug_in(name, switch, f"port{number}", address)
                 if number - 1 in self._rates_mbit:
                     for place, link in ((name, "eth0"), (switch, f"port{number}")):
@@ -245,22 +253,37 @@ class MachinesLab:
         undo.callback(_run, "ip", "netns", "del", name)
 
 
-def missing() -> str | None:
+def missing(*, delay_ms: float = 0.0) -> str | None:
     """Why this machine cannot have such a lab; None if it can."""
     if os.geteuid() != 0:
         return "several machines need root (network namespaces)"
     if shutil.which("ip") is None:
         return "several machines need ip: apt-get install -y iproute2"
     try:
-        with MachinesLab(1) as [machine]:
+        with MachinesLab(1, delay_ms=delay_ms) as [machine]:
             subprocess.run(machine.inside("true"), check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
         return f"several machines: {' '.join(error.cmd)}: {error.stderr.strip()}"
+    except OSError as error:
+        return f"several machines with a delay between them need TUN: {error}"
     return None
 
 
-def _plug_in(namespace: str, switch: str, port: str, address: str) -> None:
+def _join_by_veth(namespace: str, switch: str, port: str) -> None:
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+
+
+def _join_by_relay(undo: contextlib.ExitStack, namespace: str, switch: str, port: str, delay_ms: float) -> None:
+    fds = []
+    for place, link in ((namespace, "eth0"), (switch, port)):
+        name = f"mt{os.getpid() % 10_000_000}x{next(_numbers)}"
+        fds.append(open_tunnel(name, is_tap=True))
+        undo.callback(os.close, fds[-1])
+        _run("ip", "link", "set", name, "mtu", str(TUNNEL_MTU), "netns", place, "name", link)
+    start_relay(undo, fds, delay_ms)
+
+
+def _plug_in(namespace: str, switch: str, port: str, address: str) -> None:
     _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
     _run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
     for link in ("lo", "eth0"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,12 @@ def public_classes() -> dict[str, list[str]]:
 def test_public_class_names_are_unique() -> None:
     doubled = {name: files for name, files in public_classes().items() if len(files) > 1}
     assert not doubled
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """pytest imports them without their folders."""
+    paths = (Path(__file__).parents[1]).rglob("test_*.py")
+    assert [name for name, count in Counter(path.name for path in paths).items() if count > 1] == []
 
 
 def imports_of(name: str, path: Path, modules: dict[str, Path]) -> set[str]:

@@ -17,6 +17,6 @@ def one_each(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def two_each(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two prefill, two decode workers."""
-    with running(tmp_path_factory.mktemp("two_each"), "--prefill", "2", "--decode", "2") as service:
+    """Two prefill, two decode workers, and the tour of the live page."""
+    with running(tmp_path_factory.mktemp("two_each"), "--prefill", "2", "--decode", "2", "--tour") as service:
         yield service

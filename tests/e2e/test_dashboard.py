@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -17,14 +18,14 @@ from playwright.sync_api import Browser, expect
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.rpc import BlockingClient
-from moonpool.conductor.messages import RequestEnded, Route
+from moonpool.conductor.messages import PrefillParts, RequestEnded, Route
 from moonpool.store import Store
 from moonpool.store.client.put_request import Put
 
 pytestmark = pytest.mark.model
 SHOTS = Path(__file__).parents[2] / "build" / "dashboard"
 DRAWN_MS = 1000
-VIEWS = ("overview", "cluster", "residency", "requests", "predictions", "chat")
+VIEWS = ("overview", "cluster", "residency", "requests", "predictions", "chat", "tour")
 STORY = "Once upon a time there was a shared table of pages that nobody had to copy twice. " * 8
 
 
@@ -101,6 +102,19 @@ def test_a_request_opens_its_decision(page: LivePage) -> None:
     expect(tab.locator("tr[aria-selected] .badge")).to_have_text("done")
 
 
+def test_a_pull_is_shown_layer_by_layer(page: LivePage, service: Service) -> None:
+    with closing(BlockingClient(service.address("conductor"), CONDUCTOR_SERVICE, name="test")) as conductor:
+        conductor.call(Route(request_id="layered", keys=[], num_tokens=200, max_tokens=4))
+        parts = PrefillParts(queue_s=0.1, pull_s=0.6, compute_s=0.9, handoff_s=0.1, pull_layers_s=(0.1, 0.4, 0.6))
+        conductor.call(RequestEnded(request_id="layered", ttft_s=1.2, output_tokens=2, parts=parts))
+    tab = page.open("requests")
+    tab.locator("[data-request='layered']").click()
+    shown = tab.locator("#detail [data-layers='3']")
+    expect(shown).to_have_text(
+        re.compile(r"first was there after 100 ms, the last after 600 ms, the slowest took 300 ms")
+    )
+
+
 def test_a_chat_is_answered_twice_and_the_hit_is_shown(page: LivePage) -> None:
     tab = page.open("chat")
     tab.locator("button", has_text="Use a long sample").click()
@@ -145,6 +159,23 @@ def test_a_worker_that_is_killed_is_gone_within_3_s_and_comes_back(page: LivePag
     expect(tab.locator("#health")).to_contain_text("4 workers are up", timeout=30_000)
 
 
+@pytest.mark.parametrize("width", [WIDE, 700, NARROW])
+def test_the_transfers_are_drawn_within_their_card(browser: Browser, service: Service, width: int) -> None:
+    page = LivePage(browser, service.url, width=width)
+    tab = page.open("cluster")
+    tab.wait_for_selector(".flow rect")
+    card = tab.locator(".moves").bounding_box()
+    boxes = [each.bounding_box() for each in tab.locator(".flow rect").all()]
+    assert card is not None
+    assert len(boxes) == 5, "two prefill workers, the pool, two decode workers"
+    for box in boxes:
+        assert box is not None
+        assert card["x"] + 10 <= box["x"]
+        assert box["x"] + box["width"] <= card["x"] + card["width"] - 10, "nothing is cut off at the right edge"
+    page.check()
+    page.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_every_view_is_accessible_and_fits(browser: Browser, service: Service, width: int, scheme: str) -> None:
@@ -153,17 +184,99 @@ def test_every_view_is_accessible_and_fits(browser: Browser, service: Service, w
     SHOTS.mkdir(parents=True, exist_ok=True)
     faults: dict[str, list[str]] = {}
     for view in VIEWS:
-        tab = page.open(view)
-        tab.wait_for_selector("#map[data-drawn]" if view == "residency" else "main section")
+        tab = page.open(f"tour/{token_of(service)}" if view == "tour" else view)
+        shown = {"residency": "#map[data-drawn]", "tour": "[data-tour='fill'] .bar"}.get(view, "main section")
+        tab.wait_for_selector(shown)
         if view == "requests":
             tab.locator("[data-request]").last.click()
             tab.wait_for_selector("#detail .lines")
         tab.screenshot(path=SHOTS / f"{view}-{width}-{scheme}.png", full_page=view != "requests")
         faults[view] = page.faults()
         assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than {width}"
+        tab_box = tab.locator("nav a[aria-current]").bounding_box()
+        assert tab_box is not None
+        assert -1 <= tab_box["x"] <= width + 1 - tab_box["width"], f"the tab {view} is out of sight"
     assert faults == {view: [] for view in VIEWS}
     page.check()
     page.close()
+
+
+def token_of(service: Service) -> str:
+    found = re.search(r"/ui#tour/(\S+)", service.log())
+    assert found is not None, service.log()
+    return found[1]
+
+
+@pytest.fixture
+def tour(browser: Browser, service: Service) -> Iterator[LivePage]:
+    """At the address that the start of the service printed."""
+    page = LivePage(browser, service.url)
+    page.tab.goto(f"{service.url}/ui#tour/{token_of(service)}")
+    page.tab.wait_for_selector("[data-tour='kill']")
+    assert page.tab.url == f"{service.url}/ui/#tour", "the token has left the address bar"
+    yield page
+    page.check()
+    page.close()
+
+
+def test_the_tour_shows_a_hit(tour: LivePage) -> None:
+    part = tour.tab.locator("[data-tour='prefix']")
+    part.locator("button").click()
+    expect(part).to_contain_text(re.compile(r"first prompt: 0 of \d+ tokens were cached"), timeout=60_000)
+    expect(part).to_contain_text(re.compile(r"second prompt: [1-9]\d* of \d+ tokens were cached"), timeout=60_000)
+
+
+def test_the_tour_kills_a_worker_and_shows_it_back(tour: LivePage, service: Service) -> None:
+    before = service.role("prefill-1").pid
+    part = tour.tab.locator("[data-tour='kill']")
+    part.locator("select").select_option("prefill-1")
+    part.locator("button").click()
+    expect(part).to_contain_text("prefill-1 is gone after", timeout=60_000)
+    expect(part).to_contain_text("a request sent meanwhile was answered by prefill-0", timeout=60_000)
+    expect(part).to_contain_text("prefill-1 is back after", timeout=120_000)
+    assert service.role("prefill-1").pid != before
+
+
+def test_the_tour_fills_the_pool(tour: LivePage, service: Service) -> None:
+    part = tour.tab.locator("[data-tour='fill']")
+    part.locator("button").click()
+    expect(part).to_contain_text(re.compile(r"[1-9]\S* objects were evicted"), timeout=90_000)
+    expect(part).to_contain_text("were removed again")
+    with Store(service.address("master"), name="test") as store:
+        assert store.remove_matching(None, prefix=b"moonpool-tour/", force=True) == (0, 0)
+
+
+def test_the_tour_asks_for_its_token(browser: Browser, service: Service) -> None:
+    page = LivePage(browser, service.url)
+    tab = page.open("tour")
+    expect(tab.locator("main")).to_contain_text("The tour needs its token")
+    tab.locator("#token").fill(token_of(service))
+    tab.locator("button.main").click()
+    tab.wait_for_selector("[data-tour='kill']")
+    page.check()
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "complaint"),
+    [
+        ({"x-moonpool-tour": "guessed"}, {"worker": "decode-0"}, 401, "needs the token"),
+        ({"host": "evil.example"}, {"worker": "decode-0"}, 403, "not at 'evil.example'"),
+        ({"origin": "http://evil.example"}, {"worker": "decode-0"}, 403, "evil.example may not"),
+        ({"sec-fetch-site": "cross-site"}, {"worker": "decode-0"}, 403, "another site"),
+        ({}, {"worker": "master"}, 400, "no worker of this service; its workers: prefill-0"),
+        ({}, {"worker": "1"}, 400, "no worker of this service"),
+        ({}, {}, 400, "worker"),
+    ],
+)
+def test_others_cannot_kill(
+    service: Service, headers: dict[str, str], body: dict[str, str], status: int, complaint: str
+) -> None:
+    before = {name: service.role(name).pid for name in ("decode-0", "master")}
+    sent = {"x-moonpool-tour": token_of(service), **headers}
+    reply = httpx.post(f"{service.url}/v1/tour/kill", json=body, headers=sent, trust_env=False, timeout=30)
+    assert (reply.status_code, complaint in reply.json()["error"]["message"]) == (status, True), reply.text
+    assert {name: service.role(name).pid for name in before} == before
 
 
 @contextmanager
@@ -217,10 +330,15 @@ def drawn_ms(page: LivePage, name: str) -> float:
 
 def test_many_blocks_and_records_are_drawn_in_time_and_memory(page: LivePage, service: Service) -> None:
     add_records(service, 1_000)
-    with many_blocks(service, 10_000):
+    with many_blocks(service, 12_000):
         tab = page.open("residency")
         tab.wait_for_selector("#map[data-drawn='10000']")
         assert drawn_ms(page, "draw blocks") < DRAWN_MS
+        tab.locator("#forward").click()
+        expect(tab.locator("[data-range]")).to_contain_text(re.compile(r"Blocks 10,001 to 12,\d\d\d of 12,\d\d\d"))
+        assert int(tab.locator("#map").get_attribute("data-drawn") or 0) >= 2_000
+        tab.locator("#back").click()
+        tab.wait_for_selector("#map[data-drawn='10000']")
     page.open("requests")
     tab.wait_for_selector("[data-drawn='1000']")
     assert drawn_ms(page, "draw requests") < DRAWN_MS

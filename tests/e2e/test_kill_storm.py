@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import random
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,19 @@ def test_any_role_is_killed_while_clients_stream(tmp_path: Path) -> None:
     assert not run_dir.exists()
 
 
+def seconds_until(tally: Tally, rate: float) -> float:
+    """Wait until the clients get `rate` answers per second over 2.5 s; return the time until these 2.5 s begin."""
+    started_s = time.monotonic()
+    seen = deque([(started_s, tally.done)], maxlen=26)
+    while time.monotonic() < started_s + 30:
+        time.sleep(0.1)
+        (since_s, done), now_s = seen[0], time.monotonic()
+        seen.append((now_s, tally.done))
+        if len(seen) == 26 and (tally.done - done) / (now_s - since_s) >= rate:
+            return since_s - started_s
+    raise AssertionError(f"not {rate:.1f} answers/s within 30 s: {tally}")
+
+
 @pytest.mark.soak
 def test_a_kill_every_5_s_for_60_s(tmp_path: Path) -> None:
     """4P4D and 50 streams; afterwards the throughput is what it was, within 5 s."""
@@ -80,15 +94,9 @@ def test_a_kill_every_5_s_for_60_s(tmp_path: Path) -> None:
 
         def recover(tally: Tally) -> None:
             wait_until(lambda: is_whole(service), 120, "every role is back")
-            started_s = time.monotonic()
-            while time.monotonic() < started_s + 30 and not recovered_s:
-                done, since_s = tally.done, time.monotonic()
-                time.sleep(2.5)
-                if (tally.done - done) / (time.monotonic() - since_s) >= 0.7 * rate:
-                    recovered_s.append(time.monotonic() - started_s)
+            recovered_s.append(seconds_until(tally, 0.7 * rate))
 
         victims = [rng.choice(roles) for _ in range(12)]
         check(service, storm(service, victims, 5.0, expected, make_body, num_clients=50, on_last=recover))
         print(f"{rate:.1f} answers/s before; back after {recovered_s} s")
-        assert recovered_s
-        assert recovered_s[0] <= 5.5
+        assert recovered_s[0] <= 5.0

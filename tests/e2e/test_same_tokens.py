@@ -53,26 +53,6 @@ def conversations() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    """What transformers says, on the same weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    path = resolve(MODEL).root
-    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
-    eos = list(read_config(resolve(MODEL)).eos_ids)
-    answers = []
-    with torch.inference_mode():
-        for prompt in prompts():
-            out = model.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=MAX_TOKENS,
-                do_sample=False, eos_token_id=eos, pad_token_id=eos[0],
-            )  # fmt: skip
-            answers.append(out[0, len(prompt) :].tolist())
-    return answers
-
-
-@pytest.fixture(scope="module")
 def single_process() -> list[list[int]]:
     """What the engine says when everything happens in one process."""
     from moonpool.engine.config import EngineConfig
@@ -82,6 +62,24 @@ def single_process() -> list[list[int]]:
     engine = load_engine(MODEL, EngineConfig(num_pages=80))
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     return [engine.generate([prompt], params)[0].tokens for prompt in prompts()]
+
+
+@pytest.fixture(scope="module")
+def expected(single_process: list[list[int]]) -> list[list[int]]:
+    """What transformers says, on the same weights: the most likely token after each prompt, and after each further
+    token. One pass per prompt computes them all, with the engine's tokens behind the prompt: as long as these are
+    right, they are what transformers would have gone on with."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = resolve(MODEL).root
+    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
+    answers = []
+    with torch.inference_mode():
+        for prompt, tokens in zip(prompts(), single_process, strict=True):
+            logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits
+            answers.append(logits[0].argmax(-1).tolist())
+    return answers
 
 
 def check(service: Service, expected: list[list[int]]) -> None:
@@ -119,6 +117,10 @@ def check_pages(service: Service) -> None:
 def test_one_process_equals_transformers(single_process: list[list[int]], expected: list[list[int]]) -> None:
     assert len(expected) == 20
     assert single_process == expected
+    eos = read_config(resolve(MODEL)).eos_ids
+    for tokens in single_process:
+        assert not set(tokens[:-1]) & set(eos)
+        assert len(tokens) == MAX_TOKENS or tokens[-1] in eos, "an answer ends early only at the end of its text"
 
 
 def test_one_prefill_one_decode(one_each: Service, expected: list[list[int]]) -> None:

@@ -1,0 +1,112 @@
+"""`moonpool serve --otlp`: one trace per request at a real collector, with the right parents and nested times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from e2e_service import Service, running, wait_until
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from otlp_receiver import Collector, running_collector
+
+pytestmark = pytest.mark.model
+STORY = "A river town kept its ledgers in one deep cellar, and every clerk copied the same pages each morning. " * 12
+SENT_S = 30  # spans are sent every 5 s
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with running_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def service(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with running(tmp_path_factory.mktemp("traced"), "--otlp", collector.url) as service:
+        yield service
+
+
+def complete(service: Service, **changes: object) -> httpx.Response:
+    headers = changes.pop("headers", {})
+    body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "temperature": 0, **changes}
+    return httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=120)  # type: ignore[arg-type]
+
+
+def trace_of(collector: Collector, reply: httpx.Response, num_spans: int) -> tuple[Span, dict[str, Span]]:
+    """Return the request's own span and the others by name, once at least `num_spans` have come."""
+    _, trace_id, span_id, _ = reply.headers["traceparent"].split("-")
+    wait_until(lambda: len(collector.trace(trace_id)) >= num_spans, SENT_S, f"{num_spans} spans of {trace_id}")
+    spans = collector.trace(trace_id)
+    (root,) = [each for each in spans if each.span_id.hex() == span_id]
+    return root, {each.name: each for each in spans if each is not root}
+
+
+def check_nested(root: Span, others: dict[str, Span], parents: dict[str, str]) -> None:
+    found = {**others, root.name: root}
+    for name, parent in parents.items():
+        child, above = found[name], found[parent or root.name]
+        assert child.parent_span_id == above.span_id, f"{name} belongs to {parent or root.name}"
+        assert above.start_time_unix_nano <= child.start_time_unix_nano, name
+        assert child.start_time_unix_nano <= child.end_time_unix_nano <= above.end_time_unix_nano, name
+    assert set(others) == set(parents)
+
+
+WAY = {"prepare": "", "attempt": "", "route": "attempt", "queue": "attempt", "prefill": "attempt"} | {
+    "hand-off": "attempt",
+    "decode": "attempt",
+}
+
+
+def test_one_trace_from_the_client_to_decode(service: Service, collector: Collector) -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    reply = complete(service, headers={"traceparent": parent, "tracestate": "vendor=1"})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["traceparent"].startswith("00-0af7651916cd43dd8448eb211c80319c-")
+    assert reply.headers["tracestate"] == "vendor=1"
+    root, others = trace_of(collector, reply, 8)
+    assert root.parent_span_id.hex() == "b7ad6b7169203331"
+    assert root.trace_state == "vendor=1"
+    assert root.name == "POST /v1/completions"
+    assert root.kind == Span.SPAN_KIND_SERVER
+    check_nested(root, others, WAY)
+    facts = {each.key: each.value for each in root.attributes}
+    assert facts["moonpool.request_id"].string_value == reply.headers["x-request-id"]
+    assert facts["http.response.status_code"].int_value == 200
+    assert collector.resources[0]["service.name"] == "moonpool"
+
+
+def test_blocks_from_the_pool_are_a_pull_of_their_tier(service: Service, collector: Collector) -> None:
+    prompt = f"Another one. {STORY}"
+    assert complete(service, prompt=prompt).status_code == 200
+    service.kill_and_wait_back("prefill-0")  # its own pages are gone: what is reused comes from the pool
+    reply = complete(service, prompt=prompt)
+    root, others = trace_of(collector, reply, 9)
+    check_nested(root, others, {**WAY, "pull dram": "prefill"})
+    tokens = {each.key: each.value.int_value for each in others["pull dram"].attributes}
+    check_layers(service, reply.headers["x-request-id"])
+    assert tokens["moonpool.tokens"] == reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def check_layers(service: Service, request_id: str) -> None:
+    """The record says when each layer had been pulled; the list of records, which is read often, does not."""
+    (explained,) = httpx.get(f"{service.url}/v1/records/{request_id}", trust_env=False).json()["data"]
+    parts = explained["record"]["parts"]
+    assert len(parts["pull_layers_s"]) == 30, "SmolLM2 has 30 layers"
+    assert parts["pull_layers_s"] == sorted(parts["pull_layers_s"])
+    assert parts["pull_layers_s"][-1] <= parts["pull_s"]
+    newest = httpx.get(f"{service.url}/v1/records?limit=1", trust_env=False).json()["data"][-1]
+    assert (newest["request_id"], newest["parts"]["pull_layers_s"]) == (explained["record"]["request_id"], [])
+
+
+def test_a_refused_request_is_an_error_and_an_unsampled_one_is_not_sent(service: Service, collector: Collector) -> None:
+    unsampled = "00-11111111111111111111111111111111-2222222222222222-00"
+    reply = complete(service, headers={"traceparent": unsampled})
+    assert reply.headers["traceparent"].startswith("00-11111111111111111111111111111111-")
+    assert reply.headers["traceparent"].endswith("-00")
+    refused = complete(service, max_tokens=-1)
+    assert refused.status_code == 400
+    root, others = trace_of(collector, refused, 2)
+    assert set(others) == {"prepare"}
+    assert root.status.code == Status.STATUS_CODE_ERROR
+    assert collector.trace("1" * 32) == [], "sent before the refused one, so it would be here"
