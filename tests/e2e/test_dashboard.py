@@ -19,7 +19,6 @@ from playwright.sync_api import Browser, expect
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.rpc import BlockingClient
 from moonpool.conductor.messages import PrefillParts, RequestEnded, Route
-from moonpool.store import Store
 from moonpool.store.client.put_request import Put
 
 pytestmark = pytest.mark.model
@@ -242,7 +241,7 @@ def test_the_tour_fills_the_pool(tour: LivePage, service: Service) -> None:
     part.locator("button").click()
     expect(part).to_contain_text(re.compile(r"[1-9]\S* objects were evicted"), timeout=90_000)
     expect(part).to_contain_text("were removed again")
-    with Store(service.address("master"), name="test") as store:
+    with service.store() as store:
         assert store.remove_matching(None, prefix=b"moonpool-tour/", force=True) == (0, 0)
 
 
@@ -282,7 +281,7 @@ def test_others_cannot_kill(
 @contextmanager
 def many_blocks(service: Service, number: int) -> Iterator[None]:
     """Small objects in chains of 50, each the continuation of the one before."""
-    with Store(service.address("master"), name="test") as store:
+    with service.store() as store:
         keys = [b"page-%05d" % at for at in range(number)]
         for first in range(0, number, 500):
             puts = [

@@ -18,7 +18,6 @@ from e2e_service import Service, running, wait_until
 from random_model import small_model, token_prompt
 
 from moonpool.base.cluster import WorkerRole
-from moonpool.store import Store
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -160,7 +159,7 @@ def test_the_service_shrinks_and_what_left_does_not_come_back(service: Service) 
 
 def test_a_node_is_drained_and_stopped_without_loss(service: Service) -> None:
     values = {f"kept-{number}": bytes([number]) * 50_000 for number in range(40)}
-    with Store(service.address("master")) as store:
+    with service.store() as store:
         for key, value in values.items():
             store.put(key, value)
 

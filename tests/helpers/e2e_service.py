@@ -29,6 +29,8 @@ from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.sequence import SamplingParams
 from moonpool.frontend.choice import ChoiceRequest, ChoiceRunner
 from moonpool.frontend.workers import Connections
+from moonpool.store import Store
+from moonpool.store.client import ClientConfig
 from moonpool.worker.messages import GetStats, PieceChecksums, PrefillReply, WorkerStats
 
 R = TypeVar("R")
@@ -128,6 +130,10 @@ class Service:
         """The folder of its sockets; it stays the same when a role is killed and started again."""
         words = self.role("decode-0").cmdline()
         return Path(words[words.index("--run-dir") + 1])
+
+    def store(self) -> Store:
+        """Return a client of the pool that waits for a busy master, where a worker would go on without the pool."""
+        return Store(self.address("master"), config=ClientConfig(name="test", retry_s=30.0))
 
     def address(self, name: str) -> str:
         return f"unix:{self.run_dir / name}.sock"
