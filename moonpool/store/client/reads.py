@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, cast
+from typing import cast
 
-import numpy as np
-
-from moonpool.base.checksum import crc32c
 from moonpool.base.errors import (
     InvalidInput,
     MoonpoolError,
@@ -22,10 +19,10 @@ from moonpool.base.errors import (
     Unauthorized,
     Unavailable,
 )
-from moonpool.base.object_header import HeaderFields
 from moonpool.store import messages as m
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.exist_calls import ExistCalls
+from moonpool.store.client.mapped_copy import PlannedCopy, copy_planned
 from moonpool.store.client.master_client import MasterClient
 from moonpool.store.client.read_session import PieceReads, ReadSession
 from moonpool.store.client.read_tools import ReadTools
@@ -33,23 +30,14 @@ from moonpool.store.client.recovery import Got, Recovery, Targets, missing, read
 from moonpool.store.client.remembered import MAX_OBJECTS, RememberedPlaces
 from moonpool.store.client.remote_read import DiskRead, RemoteObject, RemoteRead
 from moonpool.store.client.small_read import FoundObject, SmallReads, copy_small, fetch_small, has_room
-from moonpool.store.client.transfer_window import MIN_PARALLEL_NBYTES, for_each, is_large, run_parallel
-from moonpool.store.client.verified_read import (
-    CopyAndSum,
-    are_right,
-    check_header,
-    has_generation,
-    may_be_remembered,
-    sum_arrived,
-)
+from moonpool.store.client.transfer_window import MIN_PARALLEL_NBYTES, run_parallel
+from moonpool.store.client.verified_read import check_header, has_generation, may_be_remembered
 from moonpool.store.messages import ListedObject, ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
 BATCH_OBJECTS = 1000  # looked up and read in one round, so that leases do not expire
 SMALL_NBYTES = 16 * 1024  # a slice copies these faster than an array
 _CANNOT_READ = (Unavailable, NotFound, Unauthorized)  # errors of a whole segment
-_BYTE = np.uint8
-_bytes_of = np.frombuffer
 
 
 class BatchRead:
@@ -168,8 +156,8 @@ class BatchRead:
 
     def _read_mapped(self, memory: memoryview, found: list[FoundObject]) -> None:
         others = self._read_small(memory, found)
-        for position, place, got in self._copy_all(memory, self._plan(memory, others)):
-            if got is not None and has_generation(memory, place.offset, place.generation):
+        for position, place, got in copy_planned(memory, self._plan(memory, others), self._tools.directory.engine):
+            if has_generation(memory, place.offset, place.generation):
                 self._got[position] = got
 
     def _read_small(self, memory: memoryview, found: list[FoundObject]) -> list[FoundObject]:
@@ -189,25 +177,10 @@ class BatchRead:
                 continue
         return others
 
-    def _copy_all(self, memory: memoryview, plans: list[_Plan]) -> list[_Copied]:
-        # New bytes are made under Python's lock, so a second thread would not help.
-        nbytes = sum([sum(header.sizes) for _, _, header, pieces in plans if pieces is not None])
-        copy_and_sum = _copier(memory)
-        if not is_large(nbytes, len(plans)):
-            return [(at, place, _copy(memory, copy_and_sum, place, header, into)) for at, place, header, into in plans]
-        copied: list[_Copied] = []
-
-        def copy(plan: _Plan) -> None:
-            position, place, header, pieces = plan
-            copied.append((position, place, _copy(memory, copy_and_sum, place, header, pieces)))
-
-        for_each(self._tools.directory.engine, plans, nbytes, copy)
-        return copied
-
-    def _plan(self, memory: memoryview, found: list[FoundObject]) -> list[_Plan]:
+    def _plan(self, memory: memoryview, found: list[FoundObject]) -> list[PlannedCopy]:
         """Check all headers before the first copy: a large copy pushes the code that reads them out of the cache."""
         targets, identity = self._targets, self._identity
-        plans: list[_Plan] = []
+        plans: list[PlannedCopy] = []
         for position, info, place in found:
             try:
                 header = check_header(memory, place.offset, info, place, identity)
@@ -240,42 +213,6 @@ class BatchRead:
             return self._recovery.read(info, lambda session: read_whole(session, targets))
         except MoonpoolError as error:
             return error
-
-
-# position, the replica, its header, and the memory for each of its pieces (None: new bytes)
-_Plan: TypeAlias = tuple[int, Placement, HeaderFields, list[list[memoryview]] | None]
-# position, the replica, its bytes or their number (None: a check failed)
-_Copied: TypeAlias = tuple[int, Placement, int | bytes | None]
-
-
-def _copier(memory: memoryview) -> CopyAndSum[memoryview]:
-    """Return a copier from mapped memory. It checksums the copy while it is in the processor's cache."""
-    array = _bytes_of(memory, _BYTE)
-
-    def copy_and_sum(at: int, view: memoryview, found: int) -> int:
-        end = at + view.nbytes
-        if end - at <= SMALL_NBYTES:
-            view[:] = memory[at:end]
-        else:
-            _bytes_of(view, _BYTE)[...] = array[at:end]
-        return crc32c(view, found)
-
-    return copy_and_sum
-
-
-def _copy(
-    memory: memoryview,
-    copy_and_sum: CopyAndSum[memoryview],
-    place: Placement,
-    header: HeaderFields,
-    pieces: list[list[memoryview]] | None,
-) -> int | bytes | None:
-    """Copy the object. Return the bytes, or their number; None when a checksum does not match."""
-    start = place.offset + header.nbytes
-    if pieces is None:
-        data = bytes(memory[start : start + sum(header.sizes)])
-        return data if are_right(header, scatter(header.sizes, [memoryview(data)]), sum_arrived) else None
-    return sum(header.sizes) if are_right(header, pieces, copy_and_sum, start) else None
 
 
 class ClientReads:
