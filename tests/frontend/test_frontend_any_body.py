@@ -55,7 +55,9 @@ def bodies(body_type: type[ChatBody] | type[CompletionBody]) -> st.SearchStrateg
 def exercise(tmp_path, max_examples: int) -> None:
     async def enter() -> tuple[ToyCluster, httpx.AsyncClient]:
         cluster = await ToyCluster(tmp_path, max_model_len=32).__aenter__()
-        return cluster, httpx.AsyncClient(base_url=cluster.url, limits=httpx.Limits(max_connections=1), timeout=30)
+        # The client itself would end a connection that was idle for 5 s, which hypothesis may need for an example.
+        limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
+        return cluster, httpx.AsyncClient(base_url=cluster.url, limits=limits, timeout=30)
 
     with asyncio.Runner() as runner:
         cluster, http = runner.run(enter())
