@@ -304,7 +304,7 @@ class Reporter:
             print(text, flush=True)
 
     def compare_all(self, simulated: dict[str, float], lives: Sequence[dict[str, float]]) -> None:
-        self.say(f"{'metric':<14} {'live':>9} {'(rounds)':>18} {'simulated':>10} {'error':>8}  within {LIMIT:.0%}?")
+        self.say(f"{'metric':<25} {'live':>9} {'(rounds)':>18} {'simulated':>10} {'error':>8}  within {LIMIT:.0%}?")
         for name, value in simulated.items():
             self.compared(name, value, [live[name] for live in lives])
 
@@ -314,7 +314,7 @@ class Reporter:
         spread = f"{min(live) * 1e3:.1f} .. {max(live) * 1e3:.1f}"
         claim: dict[str, Any] = {} if name.startswith(LONG_GAPS) else {"limit": LIMIT, "ok": abs(error) <= LIMIT}
         verdict = ("yes" if claim["ok"] else "NO") if claim else "(not claimed)"
-        self.say(f"{name:<14} {middle * 1e3:9.1f} {spread:>18} {simulated * 1e3:10.1f} {error:+8.1%}  {verdict}")
+        self.say(f"{name:<25} {middle * 1e3:9.1f} {spread:>18} {simulated * 1e3:10.1f} {error:+8.1%}  {verdict}")
         self._line(name, simulated, middle, live_min=min(live), live_max=max(live), **claim)
 
     def counted(self, what: str, simulated: int, live: list[int], unit: str) -> None:
