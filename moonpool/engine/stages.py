@@ -2,7 +2,8 @@
 
 A pipeline has stages, each with a span of the model's layers. The prompt is cut into chunks; a chunk passes all stages
 in order, and while one stage computes it the stage before computes the next chunk. A chunk needs only the KV of chunks
-before it, which every stage has of its own layers, so nothing but hidden states goes from stage to stage.
+before it, which every stage has of its own layers, so nothing but hidden states goes from stage to stage. For the same
+reason a prompt may begin behind leading blocks whose KV every stage has from elsewhere.
 
     stage 0   c0 c1 c2 c3
     stage 1      c0 c1 c2 c3        time = (all chunks + the longest chunk once more per further stage) / stages
@@ -13,7 +14,7 @@ StageQueue is one stage: live workers drive it with calls and transfers, the sim
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
@@ -36,11 +37,19 @@ def layer_spans(num_layers: int, num_stages: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(ends)]
 
 
-def chunk_bounds(num_tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Return start and end of each chunk of a prompt."""
+def chunk_bounds(num_tokens: int, chunk_tokens: int, first_token: int = 0) -> list[tuple[int, int]]:
+    """Return start and end of each chunk of a prompt, from `first_token` on. InvalidInput if there is none."""
     if chunk_tokens < 1:
         raise InvalidInput(f"a chunk has at least one token, not {chunk_tokens}")
-    return [(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
+    if not 0 <= first_token < num_tokens:
+        raise InvalidInput(f"a prompt of {num_tokens} tokens cannot be computed from token {first_token} on")
+    return [(start, min(start + chunk_tokens, num_tokens)) for start in range(first_token, num_tokens, chunk_tokens)]
+
+
+def common_prefix_blocks(stage_blocks: Iterable[int], num_tokens: int, block_tokens: int) -> int:
+    """Return behind how many leading blocks a pipeline begins to compute, if each stage has so many of them: those that
+    all stages have, and no more than leave a token to compute."""
+    return min(min(stage_blocks), (num_tokens - 1) // block_tokens)
 
 
 class PipelineShape(NamedTuple):

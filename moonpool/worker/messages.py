@@ -124,16 +124,19 @@ class StageInbox(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Element of a RunStage stream: that the stage is ready, and its inbox unless it is the first one; then the
-    checksums of its part of the hand-off, as in CommitHandoff, when all of it is written."""
+    """Element of a RunStage stream: that the stage has its pages, and its inbox unless it is the first one; then how
+    many leading blocks it has from the pool; then the checksums of its part of the hand-off, as in CommitHandoff, when
+    all of it is written."""
 
     inbox: StageInbox | None = None
+    pulled_blocks: int | None = None
     checksums: bytes | None = None
 
 
 class RunStage(StreamCall[StageItem]):
-    """From the last stage of a pipeline to another one: compute these layers of the prompt, chunk by chunk, send hidden
-    states to `next`, and hand the KV of the layers to the ticket's owner. NoSpace when pages are short now.
+    """From the last stage of a pipeline to another one: pull these layers of the first `num_pool_blocks` blocks from
+    the pool and wait for StartStage; then compute the layers of the rest, chunk by chunk, send hidden states to `next`,
+    and hand the KV of the layers to the ticket's owner. NoSpace when pages are short now.
 
     The stage keeps its pages until the stream is closed, for PutSpan.
     """
@@ -144,6 +147,16 @@ class RunStage(StreamCall[StageItem]):
     num_layers: int
     chunk_tokens: int
     next: StageInbox
+    num_pool_blocks: int = 0
+
+
+class StartStage(Call[None]):
+    """From the last stage to another one: compute from `first_token` on. All stages have the KV before it. NotFound if
+    the stage has ended, InvalidInput if it has less KV or computes already."""
+
+    request_id: str
+    epoch: int
+    first_token: int
 
 
 class ChunkReady(Call[None]):

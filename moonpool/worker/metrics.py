@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
 from moonpool.base.metrics import TIME_BUCKETS_S
-from moonpool.worker.kv_link.pull_job import PullResult
+from moonpool.worker.kv_link.pull_job import PullJob, PullResult
 from moonpool.worker.messages import WorkerStats
 
 # Failures that are on the page before they happen, so that Prometheus sees the first one as an increase.
@@ -98,6 +98,12 @@ class Samples:
             self.times.pull.observe(result.seconds)
             sample = PullSample(result.nbytes, result.seconds, result.ssd_nbytes, result.node, result.is_near)
             self.add_pull_sample(sample, now_s)
+
+    def add_late_pull(self, job: PullJob, piece_nbytes: int, waited_s: float, now_s: float) -> None:
+        """Count a pull that was left behind. The bytes so far tell how slow the pool is; if there are none, one piece
+        takes longer than the wait."""
+        moved = max(job.moved_nbytes, piece_nbytes)
+        self.add_pull_sample(PullSample(moved, waited_s, min(moved, job.moved_ssd_nbytes)), now_s)
 
     def add_pull_sample(self, sample: PullSample, now_s: float) -> None:
         self.pulls.append(sample)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from moonpool.base.clock import Clock, Deadline
-from moonpool.base.cluster import PrefillSample, PullSample
+from moonpool.base.cluster import PrefillSample
 from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, MoonpoolError
 from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.runner import LayerHooks
@@ -96,8 +96,7 @@ class PrefillRole:
         spec, name = call.spec, engine_name(call.spec)
         loop = asyncio.get_running_loop()
         sequence = self.sequence(spec)
-        reusable = sequence.keys[: sequence.num_reusable_blocks][: call.max_pool_blocks]
-        sequence.num_pool_blocks = await asyncio.to_thread(self._puller.count_stored, reusable) if reusable else 0
+        sequence.num_pool_blocks = await count_pool_blocks(self._puller, sequence, call.max_pool_blocks)
         reply: asyncio.Future[PrefillReply] = loop.create_future()
 
         def done(outcome: PrefillReply | MoonpoolError) -> None:
@@ -306,11 +305,8 @@ class PrefillRole:
         prompt.pool_nbytes, prompt.pulled = prompt.ahead_nbytes + result.nbytes, result
         self._samples.add_pull(result, self._clock.now_s())
         if job.left_behind:
-            # The bytes so far tell how slow the pool is; if there are none, one piece takes longer than the wait.
-            moved = max(job.moved_nbytes, self._puller.piece_nbytes)
             now_s = self._clock.now_s()
-            sample = PullSample(moved, now_s - self._step_began_s, min(moved, job.moved_ssd_nbytes))
-            self._samples.add_pull_sample(sample, now_s)
+            self._samples.add_late_pull(job, self._puller.piece_nbytes, now_s - self._step_began_s, now_s)
             self._puller.rest()
             self._start_over(name, prompt)
         return prompt.local_tokens + prompt.pool_tokens
@@ -326,6 +322,12 @@ def thinned(layers_s: tuple[float, ...]) -> tuple[float, ...]:
     models may have many layers."""
     parts = min(len(layers_s), _MOST_TIMES)
     return tuple(layers_s[(part + 1) * len(layers_s) // parts - 1] for part in range(parts))
+
+
+async def count_pool_blocks(puller: Puller, sequence: RequestSequence, limit: int | None) -> int:
+    """Return how many leading blocks of the prompt the pool holds now, of those that may be reused; `limit` at most."""
+    reusable = sequence.keys[: sequence.num_reusable_blocks][:limit]
+    return await asyncio.to_thread(puller.count_stored, reusable) if reusable else 0
 
 
 def engine_name(spec: RequestSpec) -> str:

@@ -66,6 +66,7 @@ from moonpool.worker.messages import (
     Prefill,
     PutSpan,
     RunStage,
+    StartStage,
     VerifyObject,
     WorkerStats,
 )
@@ -213,7 +214,7 @@ class Worker:
         self._prefill.loop = self._decode.loop = stages.loop = ahead.loop = self._loop
         own.callback(self._loop.close)
         self._stages, self._leader = connect_stages(
-            config.name, built, stages, self._prefill, self._loop, self._store, self._pushes, self._samples
+            config.name, built, stages, self._prefill, self._loop, self._store, self._pushes, puller, self._samples
         )
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(self.stats))
@@ -348,6 +349,7 @@ class Worker:
             GetMetrics: lambda call, peer: [*snapshot(self.registry), *process_metrics()],
             Prefill: lambda call, peer: (self._leader if call.stages else self._prefill).prefill(self._checked(call)),
             RunStage: lambda call, peer: self._stages.run(self._checked(call)),
+            StartStage: lambda call, peer: self._stages.start(call),
             ChunkReady: lambda call, peer: self._stages.chunk_ready(call),
             PutSpan: lambda call, peer: self._stages.put_span(call),
             Decode: lambda call, peer: self._decode.decode(self._checked(call).spec, call.resumes),

@@ -268,7 +268,7 @@ def test_jobs_do_not_wait_for_one_another(bench: Bench, store: Store, pool: Loca
 
 
 def test_the_outcome_of_a_job_wakes_who_waits_for_a_layer() -> None:
-    job = PullJob(AdmittedSequence("r", 0, (), (), ()), lambda *_: None, lambda: None)
+    job = PullJob(AdmittedSequence("r", 0, (), (), ()), lambda *_: None, lambda: None, range(1))
     threading.Timer(0.01, job.end, [PullResult(0, 0, 0.0, NotFound("gone"))]).start()
     job.wait_layer(2, 5)
     assert job.result is not None

@@ -111,7 +111,7 @@ class DevicePull:
 
     def _pull_blocks(self) -> None:
         """Start all copies, block by block; the layers are ready together."""
-        layers, number = range(self._memory.layout.num_layers), _FIRST_BLOCKS
+        layers, number = self._job.layers, _FIRST_BLOCKS
         while (opened := self._blocks.open(number)) and not self._job.left_behind:
             first = len(self._sessions)
             self._sessions += opened
@@ -119,13 +119,13 @@ class DevicePull:
             self._make_room()
             number = min(2 * number, _BUNDLE_BLOCKS)
         self._num_good = min(self._num_good, len(self._sessions))
-        ready, self._num_announced = self._lane.mark(), len(layers)
+        ready, self._num_announced = self._lane.mark(), layers.stop
         self._job.layers_done(layers, ready)
 
     def _pull_layers(self) -> None:
         self._sessions = self._blocks.open(len(self._blocks))
         self._num_good = len(self._sessions)
-        for layer in range(self._memory.layout.num_layers):
+        for layer in self._job.layers:
             if self._num_good and not self._job.left_behind:
                 self._start(range(self._num_good), range(layer, layer + 1))
                 self._make_room()

@@ -117,13 +117,15 @@ class Puller:
         on_end: Callable[[], None],
         compute_s: float = math.inf,
         ahead: bool = False,
+        layers: range | None = None,
     ) -> PullJob:
-        """Start a pull. `on_end` is called when the puller no longer writes to the pages. Both callbacks run on a
-        thread of the puller. `compute_s` is about how long the step computes beside the pull. Pulls `ahead`, which no
-        step waits for, have a thread of their own, so that they delay no other.
+        """Start a pull, of all layers or of these. `on_end` is called when the puller no longer writes to the pages.
+        Both callbacks run on a thread of the puller. `compute_s` is about how long the step computes beside the pull.
+        Pulls `ahead`, which no step waits for, have a thread of their own, so that they delay no other.
         """
         memory = self._memory
-        job = PullJob(admitted, on_pieces, on_end, memory.compute_after if isinstance(memory, DevicePieces) else None)
+        compute_after = memory.compute_after if isinstance(memory, DevicePieces) else None
+        job = PullJob(admitted, on_pieces, on_end, layers or range(memory.layout.num_layers), compute_after)
         # Earlier steps may still use these pages.
         threads = self._ahead_thread if ahead else self._threads
         threads.submit(self._run, job, memory.mark(), compute_s)
@@ -151,14 +153,14 @@ class Puller:
             job.end(PullResult(0, 0, 0.0, MoonpoolError(f"bug in a pull: {error!r}")))
             raise
         self._health.record_error(failure)
-        page_nbytes = self._memory.layout.page_nbytes
+        block_nbytes = self._memory.layout.piece_nbytes * len(job.layers)
         num_ssd = sum(each.is_on_disk for each in sessions)
         num_remote = sum(each.is_remote and not each.is_on_disk for each in sessions)
-        nbytes = len(sessions) * page_nbytes
+        nbytes = len(sessions) * block_nbytes
         seconds = self._clock.now_s() - started_s
         if sessions:
             self._nbytes_per_s = nbytes / max(seconds, 1e-9)
-        ssd_nbytes = num_ssd * page_nbytes
+        ssd_nbytes = num_ssd * block_nbytes
         nodes = {each.node for each in sessions}
         job.end(
             PullResult(
@@ -194,7 +196,7 @@ class Puller:
         self, job: PullJob, memory: DevicePieces, after: ReadyPoint | None, compute_s: float
     ) -> tuple[list[ReadSession], MoonpoolError | None]:
         blocks = StoredBlocks(self._store, job.admitted.keys, self._identity, memory.layout)
-        pull_s = len(blocks) * memory.layout.page_nbytes / self._nbytes_per_s
+        pull_s = len(blocks) * memory.layout.piece_nbytes * len(job.layers) / self._nbytes_per_s
         with self._lane(memory) as lane:
             pull = DevicePull(job, blocks, self._store, memory, lane, by_layer=goes_by_layer(pull_s, compute_s))
             return pull.run(after)
@@ -238,14 +240,14 @@ class _PieceStream:
         self.failure: MoonpoolError | None = None  # of the first block that is not whole
 
     def run(self) -> None:
-        """Read until all layers are in place or the job is left behind. When this returns or raises, nothing is written
-        to the pages any more.
+        """Read until all layers of the job are in place or the job is left behind. When this returns or raises, nothing
+        is written to the pages any more.
         """
         layout, num_blocks = self._memory.layout, len(self._sessions)
         step = max(1, _BUNDLE_NBYTES // layout.piece_nbytes)
         bundles = [range(first, min(first + step, num_blocks)) for first in range(0, num_blocks, step)] or [range(0)]
         try:
-            for layer, blocks in itertools.product(range(layout.num_layers), bundles):
+            for layer, blocks in itertools.product(self._job.layers, bundles):
                 self._start(layer, range(blocks.start, min(blocks.stop, self.num_good)), blocks is bundles[-1])
                 if len(self._under_way) == _NUM_UNDER_WAY:
                     self._finish_first()

@@ -18,7 +18,8 @@ from moonpool.worker.kv_link.pieces import ReadyPoint
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """The first `num_good` blocks are in their pages, whole and verified. `failure` is why not all are."""
+    """The first `num_good` blocks are in their pages, verified: all layers that were asked for. `failure` is why not
+    all blocks are."""
 
     num_good: int
     nbytes: int
@@ -40,7 +41,8 @@ are good.
 
 
 class PullJob:
-    """One request's blocks on their way into pages. The engine's thread waits; the puller's threads call the rest.
+    """Some layers of one request's blocks on their way into pages. The engine's thread waits; the puller's threads call
+    the rest.
 
     On a GPU, `compute_after` lets the engine's stream wait for a point.
     """
@@ -50,9 +52,10 @@ class PullJob:
         admitted: AdmittedSequence,
         on_pieces: PieceListener,
         on_end: Callable[[], None],
+        layers: range,
         compute_after: Callable[[ReadyPoint], None] | None = None,
     ) -> None:
-        self.admitted = admitted
+        self.admitted, self.layers = admitted, layers
         self._compute_after = compute_after
         self.result: PullResult | None = None
         self.left_behind = False  # the engine has stopped waiting for it

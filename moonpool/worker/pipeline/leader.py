@@ -1,6 +1,8 @@
-"""The last stage of a pipeline, which leads the others: opens them, samples the first token, commits the hand-off.
+"""The last stage of a pipeline, which leads the others: opens them, says where the prompt begins, samples the first
+token, commits the hand-off.
 
-If a stage cannot be opened, the prompt is computed here alone. If one fails later, the attempt fails, and the front end
+The prompt begins behind its longest prefix of which all stages have pulled their layers. If a stage cannot be opened,
+or is lost while it pulls, the prompt is computed here alone. If one fails later, the attempt fails, and the front end
 tries again: only new pages of the decode worker are safe from what the lost stage may still write.
 
 Once the request is handed over, the blocks go to the pool: every stage writes its layers of them, and this one owns
@@ -27,20 +29,31 @@ from moonpool.engine.sampler import SampledToken, SampleRow, sample
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import FinishReason
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.stages import layer_spans
+from moonpool.engine.stages import common_prefix_blocks, layer_spans
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.messages.shared_space import SharedSpace, WrittenPieces
+from moonpool.worker.kv_link.pull_job import PullResult
 from moonpool.worker.kv_link.push import SpanChecksums
 from moonpool.worker.kv_link.span_puts import SpanPuts
-from moonpool.worker.messages import Prefill, PrefillReply, PutSpan, RunStage, StageItem, TokenOut
+from moonpool.worker.messages import (
+    Prefill,
+    PrefillReply,
+    PutSpan,
+    RunStage,
+    StageInbox,
+    StageItem,
+    StartStage,
+    TokenOut,
+)
 from moonpool.worker.metrics import Samples
 from moonpool.worker.pipeline.service import StageService
 from moonpool.worker.pipeline.stage import Stage, settle
-from moonpool.worker.prefill import token_out
+from moonpool.worker.prefill import count_pool_blocks, token_out
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger(__name__)
 _OPEN_TIMEOUT_S = 5.0  # to reach another stage and to get its pages
+_PULL_TIMEOUT_S = 60.0  # of another stage, which gives its pull up sooner
 _PUT_TIMEOUT_S = 60.0
 
 
@@ -55,13 +68,18 @@ class _OtherStage:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """One prompt on its way through the pipeline."""
+    """One prompt on its way through the pipeline. Its first `prefix_blocks` blocks come from the pool."""
 
     call: Prefill
     sequence: RequestSequence
     stage: Stage
     sampled: asyncio.Future[tuple[SampledToken, FinishReason | None]]
-    others: list[_OtherStage] = field(default_factory=list)
+    others: list[_OtherStage] = field(default_factory=list)  # the one before the last first
+    arrived_s: float
+    opened_s: float = 0.0
+    pull_s: float = 0.0
+    pulled: PullResult = field(default_factory=lambda: PullResult(0, 0, 0.0))  # by this stage
+    prefix_blocks: int = 0
 
 
 class PipelineLeader:
@@ -96,20 +114,19 @@ class PipelineLeader:
 
     async def prefill(self, call: Prefill) -> PrefillReply:
         async with AsyncExitStack() as own:
-            began_s = self._clock.now_s()
             try:
                 run = await own.enter_async_context(self._opened(call))
             except MoonpoolError as error:
                 _LOG.info("%s is computed by one worker: %s", call.spec.request_id, error)
                 return await self._alone(call)
-            reply = await self._computed(run, began_s)
+            reply = await self._computed(run)
             if reply.finish_reason is None:
                 self._put_later(run, own.pop_all())
             return reply
 
     @asynccontextmanager
     async def _opened(self, call: Prefill) -> AsyncIterator[_Run]:
-        """Open all stages. Raise what keeps one from being opened; nothing is written or left then."""
+        """Open all stages and let them pull the prefix. Raise what keeps one from it; nothing is handed over then."""
         spans = layer_spans(self._service.tools.num_layers, len(call.stages) + 1)
         sequence = self._make_sequence(call)
         self._scheduler.check_fits(sequence)
@@ -123,36 +140,73 @@ class PipelineLeader:
             lambda logits: self._sample(sequence, logits, sampled),
             self._service.address,
         )
-        run = _Run(call=call, sequence=sequence, stage=stage, sampled=sampled)
+        run = _Run(call=call, sequence=sequence, stage=stage, sampled=sampled, arrived_s=self._clock.now_s())
         async with AsyncExitStack() as own:
             await own.enter_async_context(self._service.open(stage))
             await stage.reserve()
             inbox = stage.inbox
             assert inbox is not None, "a leader is not the first stage"
             place = inbox.place
+            num_blocks = await count_pool_blocks(self._service.tools.prefix.puller, sequence, call.max_pool_blocks)
             for address, layers in zip(reversed(call.stages), reversed(spans[:-1]), strict=True):
-                client = await AsyncClient.connect(
-                    address,
-                    WORKER_SERVICE,
-                    name=self._service.tools.name,
-                    timeout_s=_OPEN_TIMEOUT_S,
-                    silence_limits=REQUEST_LIMITS,
-                )
-                own.callback(client.close)
-                order = RunStage(
-                    spec=call.spec,
-                    ticket=call.ticket,
-                    first_layer=layers.start,
-                    num_layers=len(layers),
-                    chunk_tokens=call.chunk_tokens,
-                    next=place,
-                )
-                items = await own.enter_async_context(aclosing(client.stream(order)))  # type: ignore[type-var]
-                run.others.append(_OtherStage(client, items, layers))
-                first = await _next(items, _OPEN_TIMEOUT_S)
-                place = first.inbox or place
-            await stage.start()
+                place = await self._open_other(own, run, address, layers, place, num_blocks)
+            await self._pull(run, num_blocks)
             yield run
+
+    async def _open_other(
+        self, own: AsyncExitStack, run: _Run, address: str, layers: range, place: StageInbox, num_blocks: int
+    ) -> StageInbox:
+        """Open a stage that sends hidden states to `place`, and add it to the run. Return its inbox, or `place` if it
+        is the first stage. It goes on to pull its layers of the first `num_blocks` blocks."""
+        client = await AsyncClient.connect(
+            address,
+            WORKER_SERVICE,
+            name=self._service.tools.name,
+            timeout_s=_OPEN_TIMEOUT_S,
+            silence_limits=REQUEST_LIMITS,
+        )
+        own.callback(client.close)
+        order = RunStage(
+            spec=run.call.spec,
+            ticket=run.call.ticket,
+            first_layer=layers.start,
+            num_layers=len(layers),
+            chunk_tokens=run.call.chunk_tokens,
+            next=place,
+            num_pool_blocks=num_blocks,
+        )
+        items = await own.enter_async_context(aclosing(client.stream(order)))  # type: ignore[type-var]
+        run.others.append(_OtherStage(client, items, layers))
+        first = await _next(items, _OPEN_TIMEOUT_S)
+        return first.inbox or place
+
+    async def _pull(self, run: _Run, num_blocks: int) -> None:
+        """Pull this stage's layers while the others pull theirs, and decide behind which block the prompt begins."""
+        run.opened_s = self._clock.now_s()
+        own = asyncio.ensure_future(run.stage.pull(run.sequence.keys[:num_blocks]))
+        others = asyncio.gather(*(_pulled_blocks(other) for other in run.others))
+        try:
+            found = await _first_failure(others, own)
+            run.pulled = await own
+        finally:
+            own.cancel()
+            others.cancel()
+        run.pull_s = self._clock.now_s() - run.opened_s if num_blocks else 0.0
+        num_tokens, block_tokens = len(run.call.spec.tokens), self._puts.block_tokens
+        run.prefix_blocks = common_prefix_blocks([run.pulled.num_good, *found], num_tokens, block_tokens)
+
+    async def _start(self, run: _Run) -> None:
+        """Start all stages, the last one first: none must get hidden states before it has started. Raise Unavailable if
+        one is lost."""
+        first_token = run.prefix_blocks * self._puts.block_tokens
+        await run.stage.start(first_token)
+        spec = run.call.spec
+        order = StartStage(request_id=spec.request_id, epoch=spec.epoch, first_token=first_token)
+        for other in run.others:
+            try:
+                await other.client.call(order, timeout_s=_OPEN_TIMEOUT_S)
+            except MoonpoolError as error:
+                raise _lost(other, error) from error
 
     def _sample(
         self,
@@ -170,11 +224,12 @@ class PipelineLeader:
         else:
             sampled.get_loop().call_soon_threadsafe(settle, sampled, found)
 
-    async def _computed(self, run: _Run, began_s: float) -> PrefillReply:
+    async def _computed(self, run: _Run) -> PrefillReply:
         """Return the reply when the request is handed over. Raise Unavailable if a stage fails."""
-        spec, started_s = run.call.spec, self._clock.now_s()
+        spec = run.call.spec
         try:
             async with asyncio.timeout(spec.timeout_s):
+                await self._start(run)
                 spans = [asyncio.ensure_future(self._handed(run, other)) for other in run.others]
                 try:
                     sampled, reason = await _first_failure(run.sampled, run.stage.failed, *spans)
@@ -189,16 +244,23 @@ class PipelineLeader:
         except TimeoutError as error:
             raise DeadlineExceeded(f"the prompt was not computed within {spec.timeout_s:g} s") from error
         self.num_prompts += 1
-        compute_s = self._clock.now_s() - started_s
+        return self._reply(run, first, ended)
+
+    def _reply(self, run: _Run, first: TokenOut, ended: str | None) -> PrefillReply:
+        compute_s, block_tokens = self._clock.now_s() - run.opened_s, self._puts.block_tokens
         self._samples.times.prefill.observe(compute_s)
+        num_blocks, pulled = run.prefix_blocks, run.pulled
         return PrefillReply(
             first=first,
             finish_reason=ended,
             local_tokens=0,
-            pool_tokens=0,
-            pool_nbytes=0,
-            queue_s=started_s - began_s,
+            pool_tokens=num_blocks * block_tokens,
+            pool_nbytes=num_blocks * self._service.tools.prefix.puller.page_nbytes,
+            queue_s=run.opened_s - run.arrived_s,
             compute_s=compute_s,
+            ssd_tokens=min(num_blocks, pulled.num_ssd) * block_tokens,
+            remote_tokens=min(num_blocks, pulled.num_remote) * block_tokens,
+            pull_s=run.pull_s,
         )
 
     async def _handed(self, run: _Run, other: _OtherStage) -> SpanChecksums:
@@ -206,7 +268,7 @@ class PipelineLeader:
         try:
             item = await anext(other.items)
         except (MoonpoolError, StopAsyncIteration) as error:
-            raise Unavailable(f"layers {other.layers.start} to {other.layers.stop - 1} were lost: {error}") from error
+            raise _lost(other, error) from error
         if item.checksums is None:
             raise ProtocolError("a stage ended without its checksums")
         found = np.frombuffer(item.checksums, dtype="<u4").reshape(-1, len(other.layers))
@@ -281,6 +343,17 @@ def _merge(puts: Sequence[PutSession], layers: range, written: Sequence[WrittenP
         if pieces is None or not put.num_replicas:
             failed.add(put)
     return failed
+
+
+def _lost(other: _OtherStage, error: Exception) -> Unavailable:
+    return Unavailable(f"layers {other.layers.start} to {other.layers.stop - 1} were lost: {error}")
+
+
+async def _pulled_blocks(other: _OtherStage) -> int:
+    item = await _next(other.items, _PULL_TIMEOUT_S)
+    if item.pulled_blocks is None:
+        raise ProtocolError("a stage did not say what it has pulled")
+    return item.pulled_blocks
 
 
 async def _next(items: AsyncIterator[StageItem], timeout_s: float) -> StageItem:

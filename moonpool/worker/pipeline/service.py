@@ -1,4 +1,4 @@
-"""The stages of this worker in pipelines that other workers lead: RunStage, ChunkReady and PutSpan."""
+"""The stages of this worker in pipelines that other workers lead: RunStage, StartStage, ChunkReady and PutSpan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moonpool.store.messages.shared_space import WrittenPieces
 from moonpool.worker.kv_link.push import SpanChecksums
 from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.kv_link.span_puts import SpanPuts
-from moonpool.worker.messages import ChunkReady, PutSpan, RequestSpec, RunStage, StageItem
+from moonpool.worker.messages import ChunkReady, PutSpan, RequestSpec, RunStage, StageItem, StartStage
 from moonpool.worker.pipeline.stage import Stage, StageTools, settle
 
 T = TypeVar("T")
@@ -73,8 +73,9 @@ class StageService:
             await stage.reserve()
             sending = asyncio.create_task(stage.send_on(call.next))
             try:
-                await stage.start()
                 yield StageItem(inbox=stage.inbox.place if stage.inbox is not None else None)
+                pulled = await stage.pull(self.keys(call.spec)[: call.num_pool_blocks])
+                yield StageItem(pulled_blocks=pulled.num_good)
                 yield StageItem(checksums=await self._handed(stage, sending, handed))
                 await asyncio.sleep(call.spec.timeout_s)  # the leader closes the stream when it needs the pages no more
             finally:
@@ -95,6 +96,9 @@ class StageService:
             for each in done:
                 _raise_first(each)
         return handed.result().checksums.astype("<u4").tobytes()
+
+    async def start(self, call: StartStage) -> None:
+        await self._find(call.request_id, call.epoch).start(call.first_token)
 
     async def chunk_ready(self, call: ChunkReady) -> None:
         await self._find(call.request_id, call.epoch).chunk_ready(call.number)

@@ -1,4 +1,5 @@
-"""One prompt at one stage, on the event loop: its inbox, its chunks on their way, and what goes to the next stage.
+"""One prompt at one stage, on the event loop: its prefix from the pool, its inbox, its chunks on their way, and what
+goes to the next stage.
 
 However it ends, close() leaves nothing behind: no page, no memory, no call that waits.
 """
@@ -21,9 +22,11 @@ from moonpool.engine.runner import Runner
 from moonpool.engine.stages import WINDOW
 from moonpool.transfer import Priority, TransferEngine, TransferOp, TransferRequest
 from moonpool.transfer.memory.segment import Segment
+from moonpool.worker.kv_link.pull_job import PullResult
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import ChunkReady, RequestSpec, StageInbox, Ticket
+from moonpool.worker.pipeline.prefix import PrefixPuller
 from moonpool.worker.pipeline.stage_runner import StagedPrompt, StageRunner
 from moonpool.worker.prefill import engine_name
 
@@ -41,6 +44,7 @@ class StageTools:
     stages: StageRunner
     loop: EngineLoop
     transfer: TransferEngine
+    prefix: PrefixPuller
     make_push: Callable[[Ticket, Sequence[bytes], range], Push]
 
     @property
@@ -113,6 +117,8 @@ class Stage:
             on_computed=self._computed,
             on_failure=lambda error: self._post(lambda: self._fail(error)),
         )
+        self._num_pulled = 0  # leading blocks whose KV is in the pages
+        self._started = asyncio.Event()
         self._outputs: asyncio.Queue[tuple[int, torch.Tensor]] = asyncio.Queue()
         self._arrived: list[asyncio.Future[None]] = []  # of each chunk that has arrived; done when it is computed
         self.failed: asyncio.Future[None] = self._events.create_future()  # never has a result
@@ -121,9 +127,21 @@ class Stage:
         """Raise NoSpace if there are too few pages now."""
         await asyncio.wrap_future(self._tools.loop.call(lambda: self._tools.stages.reserve(self.prompt)))
 
-    async def start(self) -> None:
-        """Hand over and compute from now on."""
-        await asyncio.wrap_future(self._tools.loop.call(lambda: self._tools.stages.start(self.prompt)))
+    async def pull(self, keys: Sequence[bytes]) -> PullResult:
+        """Bring this stage's layers of these blocks, the first ones, from the pool. Return what has arrived. Raise
+        NoSpace or Cancelled as PrefixPuller.pull()."""
+        result = await self._tools.prefix.pull(self.prompt, keys)
+        self._num_pulled = result.num_good
+        return result
+
+    async def start(self, first_token: int) -> None:
+        """Hand over and compute from `first_token` on. InvalidInput if not all KV before it is here, or if the stage
+        computes already."""
+        num_blocks, rest = divmod(first_token, self._tools.stages.block_tokens)
+        if self._started.is_set() or rest or not 0 <= num_blocks <= self._num_pulled:
+            raise InvalidInput(f"a stage with {self._num_pulled} blocks cannot begin at token {first_token}")
+        await asyncio.wrap_future(self._tools.loop.call(lambda: self._tools.stages.start(self.prompt, first_token)))
+        self._started.set()
 
     async def chunk_ready(self, number: int) -> None:
         """The chunk is in the inbox; return once it is computed."""
@@ -143,6 +161,7 @@ class Stage:
             try:
                 remote = await asyncio.to_thread(self._tools.transfer.open, target.segment)
                 takes = []
+                await self._started.wait()
                 for _ in self.prompt.bounds:
                     number, hidden = await self._outputs.get()
                     data = hidden.contiguous().view(torch.uint8).numpy().data.cast("B")

@@ -60,7 +60,7 @@ class _LayerSink:
         self._push, self._blocks = push, blocks
 
     def before_layer(self, layer: int) -> None:
-        """The stage's pages have all KV that it reads: it has computed it itself."""
+        """The stage's pages have all KV that it reads: it was pulled before, or computed here."""
 
     def after_layer(self, layer: int) -> None:
         self._push.layer_ready(layer, self._blocks)
@@ -78,12 +78,17 @@ class StageRunner:
         return len(self._prompts)
 
     @property
+    def block_tokens(self) -> int:
+        return self._pages.block_tokens
+
+    @property
     def waiting_tokens(self) -> int:
-        """Return the tokens that the stages here still compute. A token counts as the share of the layers that it
-        passes here, so that the sum compares with the tokens of whole prompts."""
-        num_layers = self._runner.model.config.num_layers
-        work = sum(self._tokens_left(prompt) * len(prompt.layers) for prompt in self._prompts.values())
-        return -(-work // num_layers)
+        """Return the work that the stages here still have, in tokens of whole prompts."""
+        return sum(self.work_tokens(prompt, self._tokens_left(prompt)) for prompt in self._prompts.values())
+
+    def work_tokens(self, prompt: StagedPrompt, num_tokens: int) -> int:
+        """Return the work of so many tokens at this stage, which has some of the layers, in tokens of whole prompts."""
+        return -(-num_tokens * len(prompt.layers) // self._runner.model.config.num_layers)
 
     def _tokens_left(self, prompt: StagedPrompt) -> int:
         num_left = self._queue.num_left(prompt.name)
@@ -99,10 +104,19 @@ class StageRunner:
         prompt.bounds = chunk_bounds(len(prompt.tokens), prompt.chunk_tokens)
         self._prompts[prompt.name] = prompt
 
-    def start(self, prompt: StagedPrompt) -> None:
-        """Begin to hand over and to compute. Do nothing if the prompt was dropped."""
+    def replace_pages(self, prompt: StagedPrompt) -> None:
+        """Give the prompt other pages. Raise NoSpace if there are too few now, so that it has none, and Cancelled if it
+        was dropped."""
+        self._require(prompt)
+        self._pages.release(prompt.owner)
+        prompt.pages = tuple(self._pages.reserve(prompt.owner, len(prompt.pages)).pages)
+
+    def start(self, prompt: StagedPrompt, first_token: int) -> None:
+        """Begin to hand over and to compute, from `first_token` on: the KV of the blocks before it is in the pages. Do
+        nothing if the prompt was dropped."""
         if self._prompts.get(prompt.name) is prompt:
-            prompt.push.begin(prompt.pages, 0, 0)
+            prompt.bounds = chunk_bounds(len(prompt.tokens), prompt.chunk_tokens, first_token)
+            prompt.push.begin(prompt.pages, first_token // self._pages.block_tokens, 0)
             is_first = prompt.read_hidden is None
             self._queue.add(prompt.name, len(prompt.bounds), is_first=is_first, is_last=prompt.is_last)
 
@@ -121,9 +135,12 @@ class StageRunner:
 
     def hold(self, owner: str, prompt: StagedPrompt) -> None:
         """Keep the prompt's pages for `owner` too. Raise Cancelled if the prompt was dropped."""
+        self._require(prompt)
+        self._pages.hold(owner, prompt.pages)
+
+    def _require(self, prompt: StagedPrompt) -> None:
         if self._prompts.get(prompt.name) is not prompt:
             raise Cancelled("the stage has ended")
-        self._pages.hold(owner, prompt.pages)
 
     def release(self, owner: str) -> None:
         self._pages.release(owner)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from moonpool.base.clock import SystemClock
 from moonpool.store import Store
 from moonpool.worker.build import Built
+from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.kv_link.push_tools import PushTools
 from moonpool.worker.kv_link.span_puts import SpanPuts
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.metrics import Samples
 from moonpool.worker.pipeline.leader import PipelineLeader
+from moonpool.worker.pipeline.prefix import PrefixPuller
 from moonpool.worker.pipeline.service import StageService
 from moonpool.worker.pipeline.stage import StageTools
 from moonpool.worker.pipeline.stage_runner import StageRunner
@@ -24,6 +26,7 @@ def connect_stages(
     loop: EngineLoop,
     store: Store,
     pushes: PushTools,
+    puller: Puller,
     samples: Samples,
 ) -> tuple[StageService, PipelineLeader]:
     """Return what serves the stages that others lead, and what leads."""
@@ -33,6 +36,7 @@ def connect_stages(
         stages=stages,
         loop=loop,
         transfer=pushes.transfer,
+        prefix=PrefixPuller(puller, stages, loop, samples, prefill.pull_limit_s, SystemClock()),
         make_push=pushes.push,
     )
     puts = SpanPuts(store, built.pieces, pushes.pool)
