@@ -337,7 +337,8 @@ class ConductorState:
         inputs = PlacementInput(request, leading, queue_s, self.prefills, prices, self.traffic, kinds)
         choice = self._chooser.choose(inputs, self.decodes, excluded, self._kinds)
         if self.records.num_attempts(call.request_id) <= 1:  # a second one depends on one worker alone
-            choice = choose_pipeline(choice, call.num_tokens, self._workers.values(), queue_s, self.costs)
+            policy, workers = self._chooser.policy, self._workers.values()
+            choice = choose_pipeline(choice, inputs, policy, workers, self.costs, paths)
         decode = self._workers[self.decodes.names[choice.decode_slot]]
         return inputs, self._decode_side.add_waits(choice, request, *decode.decode_pages)
 
