@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world_cases import BLOCK, chat, cluster, trace_of
 
+from moonpool.base.cluster import PullSample
 from moonpool.base.errors import ConfigError, NoSpace
 from moonpool.engine.stages import chunk_bounds, pipeline_s
 from moonpool.sim.physics.paper_fit import paper_cost
@@ -94,9 +95,49 @@ def test_the_blocks_of_a_shared_prompt_are_in_the_pool() -> None:
     trace = trace_of((0.0, 160 * BLOCK, 1, prefix), (200.0, 160 * BLOCK + 600, 1, [*prefix, 900, 901]))
     world = world_of(trace, 2)
     first, second = world.run()
-    assert world._components.pipelines.num_prompts == 1, "a prefix in the pool is worth more than a pipeline"
+    assert world._components.pipelines.num_prompts == 1, "one worker computes the rest"
     assert first.reused_tokens == 0
     assert second.reused_tokens == 160 * BLOCK
+    check_idle(world)
+
+
+@pytest.mark.parametrize("num_output", [1, 2])
+def test_stages_pull_a_prefix_and_compute_the_rest(num_output: int) -> None:
+    prefix, size = list(range(100)), 200 * BLOCK
+    trace = trace_of(
+        (0.0, 100 * BLOCK, 1, prefix), (200.0, size, num_output, [*prefix, *range(500, 600)]), prompt(size, 400.0, 1000)
+    )
+    world = world_of(trace, 2, num_decode=1)
+    pulls: dict[str, PullSample] = {}
+    world._components.pipelines._on_pulled = pulls.__setitem__
+    _, second, whole = world.run()
+    assert world._components.pipelines.num_prompts == 3
+    assert (second.outcome, second.reused_tokens, whole.reused_tokens) == (DONE, 100 * BLOCK, 0)
+    assert second.local_tokens == 0
+    assert [sample.nbytes for sample in pulls.values()] == [100 * BLOCK * KV_NBYTES // 2] * 2, "each stage its layers"
+    work_s = sum(COST.compute_s(end, begin) for begin, end in chunk_bounds(size, 4096, 100 * BLOCK))
+    assert second.compute_s == pytest.approx(work_s, rel=0.1), "the prefix is not computed"
+    assert second.ttft_s is not None
+    assert whole.ttft_s is not None
+    assert second.ttft_s < 0.75 * whole.ttft_s
+    # The learnt model has a term for the KV before a chunk, which is counted for every chunk: too high, never too low.
+    assert second.predicted_ttft_s is not None
+    assert second.ttft_s < second.predicted_ttft_s < 1.35 * second.ttft_s
+    received = world.clock.network.nbytes_over_time("d0/nic_in")[1].sum()
+    assert received == pytest.approx(size * KV_NBYTES if num_output > 1 else 0), "the prefix is handed over too"
+    check_idle(world)
+
+
+def test_a_prompt_that_the_pool_has_begins_at_its_last_block() -> None:
+    """The conductor knows of no prefix: the pool tells the leader."""
+    blocks = list(range(200))
+    world = world_of(trace_of((0.0, 200 * BLOCK, 1, blocks), (200.0, 200 * BLOCK, 1, blocks)), 2)
+    index = world.conductor.index
+    leading = index.leading
+    index.leading = lambda *args: leading(*args)._replace(pool=0, places=())  # type: ignore[method-assign]
+    _, second = world.run()
+    assert world._components.pipelines.num_prompts == 2
+    assert second.reused_tokens == 199 * BLOCK, "one token is computed at least"
     check_idle(world)
 
 

@@ -186,9 +186,18 @@ class ClusterComponents:
     def _make_pipelines(self, on_first_token: OnJob, on_handed_over: OnJob) -> SimPipelines:
         """Return what runs the prompts of several workers; only `config.pipeline` makes the conductor choose them."""
         shape = self._config.shape
-        sizes = PipelineSizes(shape.num_layers, shape.hidden_size * shape.dtype_nbytes, shape.kv_nbytes_per_token)
+        hidden_nbytes, block_tokens = shape.hidden_size * shape.dtype_nbytes, self._trace.block_tokens
+        sizes = PipelineSizes(shape.num_layers, hidden_nbytes, shape.kv_nbytes_per_token, block_tokens)
         pool = next(iter(self.pools.values()))
-        return SimPipelines(self.clock, self._config.cost.prefill, sizes, pool, on_first_token, on_handed_over)
+        return SimPipelines(
+            self.clock,
+            self._config.cost.prefill,
+            sizes,
+            pool,
+            lambda node, sample: self.reporters[node].pulls.append(sample),
+            on_first_token,
+            on_handed_over,
+        )
 
     # --- pools ---
 

@@ -1,7 +1,8 @@
 """Prompts that several simulated prefill workers compute together: the real StageQueue on the simulated clock.
 
-As in worker/pipeline/: every stage has a span of the layers, chunks of the prompt pass the stages in order, and a stage
-hands the KV of its layers over from where it is computed. Chunks and the steps of a worker's own prompts take turns.
+As in worker/pipeline/: every stage has a span of the layers, pulls these of the prompt's prefix in the pool, and when
+all have pulled, chunks of the rest pass the stages in order. A stage hands the KV of its layers over from where it is.
+Chunks and the steps of a worker's own prompts take turns.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from moonpool.base.cluster import PullSample
 from moonpool.base.errors import NoSpace
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.sequence import pages_for
-from moonpool.engine.stages import StageQueue, chunk_bounds, layer_spans
+from moonpool.engine.stages import StageQueue, chunk_bounds, common_prefix_blocks, layer_spans
 from moonpool.sim.physics.cost import PrefillCost
 from moonpool.sim.world.clock import SimClock
 from moonpool.sim.world.job import Job
-from moonpool.sim.world.pool import Run, SimPool
+from moonpool.sim.world.pool import Run, SimPool, Sources
+from moonpool.sim.world.pulled import count_sources, find_prefix, pull_sample
 from moonpool.sim.world.turns import EngineTurns
 
 
@@ -27,6 +30,7 @@ class PipelineSizes(NamedTuple):
     num_layers: int
     hidden_nbytes: int  # that go from stage to stage
     kv_nbytes: int  # of all layers
+    block_tokens: int
 
 
 @dataclass(eq=False, slots=True)
@@ -35,10 +39,10 @@ class StagedJob:
 
     job: Job
     present_tokens: int  # whose KV the decode worker has already
-    bounds: list[tuple[int, int]]
+    chunk_tokens: int
     spans: list[range]
+    bounds: list[tuple[int, int]] = field(default_factory=list)  # of the chunks, once it is known where they begin
     stages: list[SimStage] = field(default_factory=list)
-    began_s: float = -1.0
     is_computed: bool = False
 
     @property
@@ -85,7 +89,8 @@ class SimStage:
 
 
 class SimPipelines:
-    """All pipelines of a cluster. Calls `on_first_token` and `on_handed_over` as a prefill worker does."""
+    """All pipelines of a cluster. Calls `on_first_token` and `on_handed_over` as a prefill worker does, and `on_pulled`
+    with the node and the measured time of each stage's pull."""
 
     def __init__(
         self,
@@ -93,9 +98,11 @@ class SimPipelines:
         cost: PrefillCost,
         sizes: PipelineSizes,
         pool: SimPool | None,
+        on_pulled: Callable[[str, PullSample], None],
         on_first_token: Callable[[Job], None],
         on_handed_over: Callable[[Job], None],
     ) -> None:
+        self._on_pulled = on_pulled
         self._clock, self._cost, self._sizes, self._pool = clock, cost, sizes, pool
         self._on_first_token, self._on_handed_over = on_first_token, on_handed_over
         self.stages: dict[str, SimStage] = {}  # by node
@@ -108,11 +115,8 @@ class SimPipelines:
     def start(self, job: Job, present_tokens: int, nodes: Sequence[str], chunk_tokens: int) -> bool:
         """Begin a job at these nodes, the last of which leads. Return False, and begin nothing, if a node has too few
         pages now: one worker computes the job then."""
-        stages = [self.stages[node] for node in nodes]
-        spans = layer_spans(self._sizes.num_layers, len(nodes))
-        bounds = chunk_bounds(job.num_input, chunk_tokens)
-        staged = StagedJob(job, present_tokens, bounds, spans)
-        for stage in stages:
+        staged = StagedJob(job, present_tokens, chunk_tokens, layer_spans(self._sizes.num_layers, len(nodes)))
+        for stage in [self.stages[node] for node in nodes]:
             try:
                 stage.pages.reserve(staged.name, pages_for(job.num_input, stage.pages.block_tokens))
             except NoSpace:
@@ -121,11 +125,56 @@ class SimPipelines:
             staged.stages.append(stage)
         self._running[staged.name] = staged
         self.num_prompts += 1
-        for stage in stages:
-            is_first, is_last = stage is stages[0], stage is stages[-1]
-            stage.queue.add(staged.name, len(bounds), is_first=is_first, is_last=is_last)
-        stages[0].look()
+        self._pull(staged)
         return True
+
+    def _pull(self, staged: StagedJob) -> None:
+        """Pull the prompt's prefix, each stage its layers, then begin. Nodes do not fail here, so all of it comes."""
+        job, leader = staged.job, staged.stages[-1].node
+        job.prefill_start_s, block_tokens = self._clock.now_s, self._sizes.block_tokens
+        reusable = common_prefix_blocks([len(job.keys)], job.num_input, block_tokens)
+        found, num_blocks = find_prefix(self._pool, job, reusable, leader)
+        sources = found.sources(0, num_blocks)
+        count_sources(job, (leader,), block_tokens, sources)
+        left = len(staged.stages)
+
+        def pulled() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self._begin(staged, num_blocks * block_tokens)
+
+        for stage, layers in zip(staged.stages, staged.spans, strict=True):
+            self._pull_span(stage.node, len(layers) / self._sizes.num_layers, sources, pulled)
+
+    def _pull_span(self, node: str, share: float, sources: Sources, on_end: Callable[[], None]) -> None:
+        """Bring a share of the blocks' layers to the node; call `on_end` when all of it is there, at once for none."""
+        if not sources:
+            on_end()
+            return
+        began_s, left = self._clock.now_s, len(sources)
+        block_nbytes = share * self._sizes.block_tokens * self._sizes.kv_nbytes
+
+        def loaded() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self._on_pulled(node, pull_sample(sources, block_nbytes, self._clock.now_s - began_s, (node,)))
+                on_end()
+
+        assert self._pool is not None, "only a pool has sources"
+        for (source, on_ssd), count in sources.items():
+            self._clock.send(self._pool.route(source, node, on_ssd), count * block_nbytes, loaded)
+
+    def _begin(self, staged: StagedJob, first_token: int) -> None:
+        """Compute from `first_token` on, and hand over what is before it."""
+        staged.bounds = chunk_bounds(staged.job.num_input, staged.chunk_tokens, first_token)
+        first, last = staged.stages[0], staged.stages[-1]
+        for stage, layers in zip(staged.stages, staged.spans, strict=True):
+            share = len(layers) / self._sizes.num_layers
+            self._send_kv(staged, stage, share * max(0, first_token - staged.present_tokens))
+            stage.queue.add(staged.name, len(staged.bounds), is_first=stage is first, is_last=stage is last)
+        first.look()
 
     def begin_chunk(self, stage: SimStage, name: str, number: int) -> float:
         """Send the chunk's KV of this stage's layers, which leave as they are computed. Return the computing time."""
@@ -133,17 +182,13 @@ class SimPipelines:
         at = staged.stages.index(stage)
         share = len(staged.spans[at]) / self._sizes.num_layers
         start, end = staged.bounds[number]
-        job = staged.job
-        if staged.began_s < 0:
-            staged.began_s = job.prefill_start_s = self._clock.now_s
         seconds = share * self._cost.compute_s(end, start)
-        job.compute_s += seconds
-        if job.num_output > 1:
-            self._send_kv(staged, stage, share * max(0, end - max(start, staged.present_tokens)))
+        staged.job.compute_s += seconds
+        self._send_kv(staged, stage, share * max(0, end - max(start, staged.present_tokens)))
         return seconds
 
     def _send_kv(self, staged: StagedJob, stage: SimStage, num_tokens: float) -> None:
-        if num_tokens:
+        if num_tokens and staged.job.num_output > 1:
             staged.job.num_flows += 1
             route = f"{stage.node}/nic_out", f"{staged.job.decode}/nic_in"
             self._clock.send(route, num_tokens * self._sizes.kv_nbytes, lambda: self._sent(staged))

@@ -16,14 +16,15 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from moonpool.base.cluster import PrefillSample, PullSample
+from moonpool.base.cluster import PrefillSample
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk
 from moonpool.sim.physics.cost import PrefillCost, StagePipeline
 from moonpool.sim.world.clock import Handle, SimClock
 from moonpool.sim.world.job import Job
-from moonpool.sim.world.pool import PoolHit, Run, SimPool, Sources, only_source
+from moonpool.sim.world.pool import PoolHit, Run, SimPool, Sources
 from moonpool.sim.world.pull_ahead import SimPullsAhead
+from moonpool.sim.world.pulled import count_sources, find_prefix, pull_sample
 from moonpool.sim.world.reporter import SimReporter
 from moonpool.sim.world.sequence import TOKEN, SimSequence
 from moonpool.sim.world.turns import EngineTurns
@@ -125,12 +126,8 @@ class PrefillWorker:
             prefill_only=True,
             hold_pages=True,
         )
-        reusable = job.keys[: sequence.num_reusable_blocks]
-        if self._pool is not None and reusable:
-            limit = len(reusable) if job.max_pool_blocks is None else min(len(reusable), job.max_pool_blocks)
-            found = self._pool.find([run for run in job.runs if run[1] < limit], self.node)
-            sequence.num_pool_blocks = min(found.num_blocks, limit)
-            self._pool_hits[job.request_id] = found
+        found, sequence.num_pool_blocks = find_prefix(self._pool, job, sequence.num_reusable_blocks, self.node)
+        self._pool_hits[job.request_id] = found
         self._jobs[job.request_id] = job
         self._present[job.request_id] = present_tokens
         self.scheduler.add(sequence)
@@ -228,7 +225,7 @@ class PrefillWorker:
         def loaded() -> None:
             left[0] -= 1
             if not left[0] and incarnation == self._incarnation:
-                self._pulled(entry, num_on_ssd, only_source(sources))
+                self._pulled(entry, sources)
 
         def lost(source: str) -> None:
             if incarnation == self._incarnation:
@@ -238,22 +235,13 @@ class PrefillWorker:
         nbytes = self._block_tokens * self._token_nbytes / self._num_stages
         sources = found.sources(entry.blocks[0], entry.blocks[-1] + 1)
         self._count_hits(job, ahead, sources)
-        num_on_ssd = sum([count for (_, on_ssd), count in sources.items() if on_ssd])
         for (source, on_ssd), count in sources.items():
             for node in self._stages.nodes:
                 left[0] += 1
                 self._clock.send(self._pool.route(source, node, on_ssd), count * nbytes, loaded, partial(lost, source))
 
     def _count_hits(self, job: Job, *sources: Sources) -> None:
-        job.dram_tokens = job.remote_tokens = job.ssd_tokens = 0
-        for (source, on_ssd), count in [item for each in sources for item in each.items()]:
-            num_tokens = count * self._block_tokens
-            if on_ssd:
-                job.ssd_tokens += num_tokens
-            elif source in self._stages.nodes:
-                job.dram_tokens += num_tokens
-            else:
-                job.remote_tokens += num_tokens
+        count_sources(job, self._stages.nodes, self._block_tokens, *sources)
 
     def _pull_failed(self, job: Job, entry: AdmittedSequence, found: PoolHit, source: str, ahead: Sources) -> None:
         """Handle the loss of a source node during a pull: compute everything from its first block on."""
@@ -262,13 +250,11 @@ class PrefillWorker:
         if entry.request_id not in self._ignored:
             self._count_hits(job, ahead, found.sources(entry.blocks[0], first))
 
-    def _pulled(self, entry: AdmittedSequence, num_on_ssd: int, node: str) -> None:
+    def _pulled(self, entry: AdmittedSequence, sources: Sources) -> None:
         seconds = self._clock.now_s - self._step_began_s
         if entry.request_id not in self._missing:
             block_nbytes = self._block_tokens * self._token_nbytes
-            nbytes, is_near = len(entry.blocks) * block_nbytes, node in self._stages.nodes
-            sample = PullSample(nbytes, seconds, num_on_ssd * block_nbytes, node, is_near)
-            self._reporter.pulls.append(sample)
+            self._reporter.pulls.append(pull_sample(sources, block_nbytes, seconds, self._stages.nodes))
         # The last layer has only just arrived and has to be computed yet.
         incarnation = self._incarnation
         self._clock.call_at(self._clock.now_s + self._compute_s / self._stage_layers, lambda: self._loaded(incarnation))

@@ -8,7 +8,8 @@ from moonpool.base.cluster import PullSample
 from moonpool.engine.jumping import JumpingScheduler
 from moonpool.engine.pulls_ahead import PullAhead, prompts_that_wait
 from moonpool.sim.world.clock import SimClock
-from moonpool.sim.world.pool import PoolHit, SimPool, Sources, only_source
+from moonpool.sim.world.pool import PoolHit, SimPool, Sources
+from moonpool.sim.world.pulled import pull_sample
 
 
 class SimPullsAhead:
@@ -79,12 +80,5 @@ class SimPullsAhead:
         if lost and sequence is not None:
             sequence.ahead_limit = pull.wanted.num_local_blocks
         if not lost:
-            self._samples(self._sample(sources, self._clock.now_s - began_s))
+            self._samples(pull_sample(sources, self._block_nbytes, self._clock.now_s - began_s, self._nodes))
         self._on_end()
-
-    def _sample(self, sources: Sources, seconds: float) -> PullSample:
-        num_blocks = sum(sources.values())
-        num_on_ssd = sum([count for (_, on_ssd), count in sources.items() if on_ssd])
-        node = only_source(sources)
-        nbytes = self._block_nbytes
-        return PullSample(num_blocks * nbytes, seconds, num_on_ssd * nbytes, node, node in self._nodes)
