@@ -23,6 +23,7 @@ from moonpool.engine.stages import (
     StageQueue,
     best_chunk_tokens,
     chunk_bounds,
+    common_prefix_blocks,
     layer_spans,
     pipeline_s,
 )
@@ -75,6 +76,28 @@ def test_the_chunk_size_is_near_the_best_one() -> None:
 def test_no_chunk_is_cut_off_at_the_end_of_a_long_prompt() -> None:
     assert best_chunk_tokens(PipelineShape(2, 0), 1500, work_s=3.5, fixed_s=0.12) == 188
     assert len(chunk_bounds(1500, 188)) == MIN_CHUNKS
+
+
+@given(num_tokens=st.integers(1, 500), chunk_tokens=st.integers(1, 200), data=st.data())
+def test_chunks_begin_behind_a_prefix(num_tokens: int, chunk_tokens: int, data: st.DataObject) -> None:
+    first_token = data.draw(st.integers(0, num_tokens - 1))
+    bounds = chunk_bounds(num_tokens, chunk_tokens, first_token)
+    assert [token for start, end in bounds for token in range(start, end)] == list(range(first_token, num_tokens))
+    assert all(end - start == chunk_tokens for start, end in bounds[:-1])
+
+
+@pytest.mark.parametrize("first_token", [-1, 10, 11])
+def test_a_prompt_has_a_token_to_compute(first_token: int) -> None:
+    with pytest.raises(InvalidInput):
+        chunk_bounds(10, 4, first_token)
+
+
+def test_a_prompt_begins_behind_what_all_stages_have() -> None:
+    assert common_prefix_blocks([5, 3, 4], num_tokens=100, block_tokens=16) == 3
+    assert common_prefix_blocks([5, 0], num_tokens=100, block_tokens=16) == 0
+    assert common_prefix_blocks([6, 6], num_tokens=97, block_tokens=16) == 6
+    assert common_prefix_blocks([6, 6], num_tokens=96, block_tokens=16) == 5, "the last token is computed"
+    assert common_prefix_blocks([9], num_tokens=1, block_tokens=16) == 0
 
 
 def test_the_time_of_a_pipeline() -> None:

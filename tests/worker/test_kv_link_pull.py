@@ -48,14 +48,14 @@ class Bench:
         self.layers: list[tuple[int, int]] = []
         self.ended = threading.Event()
 
-    def pull(self, puller: Puller) -> PullJob:
+    def pull(self, puller: Puller, layers: range | None = None) -> PullJob:
         pages = tuple(range(8, 8 + NUM_BLOCKS))
         admitted = AdmittedSequence("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
 
         def on_pieces(layers: range, blocks: range, _: object) -> None:
             self.layers += [(layer, len(blocks)) for layer in layers]
 
-        return puller.start(admitted, on_pieces, self.ended.set)
+        return puller.start(admitted, on_pieces, self.ended.set, layers=layers)
 
     def page(self, page: int) -> bytes:
         return b"".join(bytes(self.pieces.piece(page, layer)) for layer in range(LAYOUT.num_layers))
@@ -104,6 +104,31 @@ def test_all_blocks_arrive_layer_by_layer(bench: Bench, puller: Puller) -> None:
     assert 0 < result.layers_s[0] <= result.layers_s[1] <= result.layers_s[2] <= result.seconds
     assert bench.ended.wait(5)
     bench.check_pages(NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("layers", [range(1), range(1, 3), range(1, 2)])
+def test_some_layers_are_pulled_alone(bench: Bench, puller: Puller, layers: range) -> None:
+    """As a stage of a pipeline does: the pieces of other layers are neither read nor written, nor checked."""
+    other = next(layer for layer in range(LAYOUT.num_layers) if layer not in layers)
+    bench.damage(2, other)
+    read_nbytes = bench.store.counters()["bytes_read"]
+    job = bench.pull(puller, layers)
+    result = job.wait_end(5)
+    assert (result.num_good, result.failure) == (NUM_BLOCKS, None)
+    assert result.nbytes == NUM_BLOCKS * len(layers) * LAYOUT.piece_nbytes == job.moved_nbytes
+    assert bench.store.counters()["bytes_read"] - read_nbytes == result.nbytes
+    assert bench.layers == [(layer, NUM_BLOCKS) for layer in layers]
+    assert len(result.layers_s) == len(layers)
+    for block, layer in itertools.product(range(NUM_BLOCKS), range(LAYOUT.num_layers)):
+        wanted = bytes(bench.pieces.piece(block, layer)) if layer in layers else bytes(LAYOUT.piece_nbytes)
+        assert bytes(bench.pieces.piece(8 + block, layer)) == wanted
+
+
+def test_a_damaged_piece_of_the_wanted_layers_ends_the_prefix(bench: Bench, puller: Puller) -> None:
+    bench.damage(2, 1)
+    result = bench.pull(puller, range(1, 3)).wait_end(5)
+    assert result.num_good == 2
+    assert isinstance(result.failure, MoonpoolError)
 
 
 @pytest.mark.parametrize(
