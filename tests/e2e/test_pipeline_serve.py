@@ -46,9 +46,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield service
 
 
-async def generate(service: Service, name: str, prompt: list[int]) -> list[int]:
-    """Answer the prompt for a tenant of this name, who finds nothing of the others' KV."""
-    root = name.encode().ljust(32, b"\0")
+async def generate(service: Service, tenant: str, prompt: list[int], name: str | None = None) -> list[int]:
+    """Answer the prompt for a tenant, who finds nothing of the others' KV. The request has the tenant's name, or this
+    one."""
+    root, name = tenant.encode().ljust(32, b"\0"), name or tenant
     request, tokens = ChoiceRequest(name, prompt, root, BLOCK_TOKENS, PARAMS, timeout_s=200), list[int]()
     connections = Connections(service.address("conductor"))
     try:
@@ -92,6 +93,20 @@ def test_two_workers_together_answer_as_one_engine(service: Service) -> None:
         wait_idle(service)
 
 
+def test_a_long_prompt_reuses_what_the_pool_has(service: Service) -> None:
+    """The stages pull the beginning that two prompts share, and compute the rest together."""
+    engine, shared = load_engine(MODEL, EngineConfig(num_pages=32)), 7 * BLOCK_TOKENS + 5
+    other = PROMPT[:shared] + PROMPT[: NUM_TOKENS - shared]
+    asyncio.run(generate(service, "document", PROMPT))
+    wait_idle(service)  # the blocks are in the pool
+    assert asyncio.run(generate(service, "document", other, "other")) == engine.generate([other], PARAMS)[0].tokens
+    [record] = records(service, "other")
+    assert len(record.candidates[0].stages) == 1, "two workers compute the rest"
+    assert record.candidates[0].pulled_blocks == 7
+    assert record.cached_tokens == record.pool_tokens == 7 * BLOCK_TOKENS
+    wait_idle(service)
+
+
 def test_a_stage_killed_in_the_middle_of_a_prompt_changes_no_token(service: Service) -> None:
     expected = asyncio.run(generate(service, "undisturbed", PROMPT))
     [record] = records(service, "undisturbed")
@@ -109,3 +124,15 @@ def test_a_stage_killed_in_the_middle_of_a_prompt_changes_no_token(service: Serv
     last = records(service, "disturbed")[-1]
     assert last.attempt == 2
     assert last.candidates[0].stages == (), "the second attempt depends on one worker alone"
+
+
+def test_an_equal_long_prompt_is_not_computed_again(service: Service) -> None:
+    """Next to nothing is left of it, so one worker computes that. Comes last: what a worker measures behind so long a
+    prefix changes which prompts go to both."""
+    num_stored = service.status().pool_blocks
+    tokens = asyncio.run(generate(service, "twice", PROMPT))
+    wait_until(lambda: service.status().pool_blocks >= num_stored + NUM_TOKENS // BLOCK_TOKENS, 60, "all are stored")
+    assert asyncio.run(generate(service, "twice", PROMPT, "again")) == tokens
+    [record] = records(service, "again")
+    assert record.cached_tokens == NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+    assert record.candidates[0].stages == ()
