@@ -73,15 +73,17 @@ class Bench:
         self.writer.put_pages({page: FullBlock("r", page, page, key) for page, key in enumerate(self.keys)})
         assert self.writer.failures == {}
 
-    def start(self, puller: Puller, compute_s: float) -> PullJob:
+    def start(self, puller: Puller, compute_s: float, layers: range | None = None) -> PullJob:
         pages = tuple(range(8, 8 + NUM_BLOCKS))
         admitted = AdmittedSequence("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
-        return puller.start(admitted, lambda *told: self.layers.append(told[:2]), lambda: None, compute_s)
+        return puller.start(
+            admitted, lambda *told: self.layers.append(told[:2]), lambda: None, compute_s, layers=layers
+        )
 
-    def pull(self, compute_s: float = ALONE) -> PullResult:
+    def pull(self, compute_s: float = ALONE, layers: range | None = None) -> PullResult:
         puller = Puller(self.store, self.pieces, IDENTITY)
-        job = self.start(puller, compute_s)
-        for layer in range(LAYOUT.num_layers):
+        job = self.start(puller, compute_s, layers)
+        for layer in layers or range(LAYOUT.num_layers):
             job.wait_layer(layer, 5)
         result = job.wait_end(5)
         puller.close()
@@ -146,6 +148,27 @@ def test_the_bytes_come_back(bench: Bench, pinned: bool, compute_s: float) -> No
     bench.check(NUM_BLOCKS)
     assert bench.store.counters()["bytes_read"] >= NUM_BLOCKS * LAYOUT.page_nbytes
     assert bench.store.counters()["damaged_copies"] == 0
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("compute_s", [ALONE, BESIDE])
+@pytest.mark.parametrize("layers", [range(2), range(2, 3), range(1, 3)])
+def test_some_layers_come_alone(bench: Bench, pinned: bool, compute_s: float, layers: range) -> None:
+    """As a stage of a pipeline pulls them: other layers are neither copied nor checked."""
+    if pinned:
+        bench.pin()
+    bench.put()
+    bench.damage_replica(1, next(layer for layer in range(LAYOUT.num_layers) if layer not in layers))
+    result = bench.pull(compute_s, layers)
+    nbytes = NUM_BLOCKS * len(layers) * LAYOUT.piece_nbytes
+    assert (result.num_good, result.failure, result.nbytes) == (NUM_BLOCKS, None, nbytes)
+    assert [layer for told, _ in bench.layers for layer in told] == list(layers)
+    content = bench.pieces.content.reshape(LAYOUT.num_pages, LAYOUT.num_layers, -1)
+    for layer in range(LAYOUT.num_layers):
+        wanted = content[:NUM_BLOCKS, layer] if layer in layers else np.zeros_like(content[:NUM_BLOCKS, layer])
+        assert np.array_equal(content[8 : 8 + NUM_BLOCKS, layer], wanted)
+    bench.damage_replica(4, layers.stop - 1)
+    assert bench.pull(compute_s, layers).num_good == 4
 
 
 @pytest.mark.parametrize("compute_s", [ALONE, BESIDE])
