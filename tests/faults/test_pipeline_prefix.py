@@ -21,6 +21,7 @@ from tiny_cluster import (
     tiny_cluster,
 )
 
+from moonpool.base.errors import InvalidInput
 from moonpool.base.keys import chain_keys
 from moonpool.base.object_header import unpack
 from moonpool.conductor.placement import pipelines
@@ -53,9 +54,10 @@ class Computed:
             runner.execute_span = noted  # type: ignore[method-assign]
 
     def check(self, first_token: int) -> None:
-        """Both stages have begun there, with the same chunks."""
-        first, last = self.starts.values()
-        assert first == last
+        """All stages have begun there, with the same chunks."""
+        first, *others = self.starts.values()
+        assert others
+        assert all(other == first for other in others)
         assert first[0] == first_token
 
 
@@ -105,6 +107,21 @@ async def test_an_equal_prompt_is_read_and_not_computed(tiny_model: str, oracle:
         record = cluster.conductor._state.records.find(RecordFilter(), 1)[-1]
         assert record.candidates[0].pulled_blocks == NUM_BLOCKS
         await cluster.until(lambda: record.pool_tokens == record.cached_tokens == NUM_BLOCKS * 16, "the record has it")
+
+
+async def test_three_stages_agree(tiny_model: str, oracle: Oracle) -> None:
+    """The one in the middle alone finds a damaged piece."""
+    async with tiny_cluster(tiny_model, num_prefill=3, **PIPELINE | {"pipeline": 3}) as cluster:
+        await store_prompt(cluster)
+        await cluster.forget_pages()
+        memory = cluster.object_memory(cluster.object_keys(PROMPT)[9])
+        memory[unpack(memory).piece_offset(1)] ^= 1
+        computed = Computed(cluster)
+        answer = await cluster.generate(PROMPT, PARAMS)
+        assert answer.tokens == oracle(PROMPT, PARAMS)
+        assert answer.prefills[0].pool_tokens == 9 * 16
+        assert (sum(leads(cluster)), len(computed.starts)) == (2, 3)
+        computed.check(9 * 16)
 
 
 async def test_a_shared_beginning_is_read_and_the_rest_is_put(tiny_model: str, oracle: Oracle) -> None:
@@ -267,6 +284,9 @@ async def test_a_client_that_leaves_while_stages_pull(
         stop_pulls(cluster, gate, monkeypatch, first_layer=0)
         work = asyncio.create_task(cluster.generate(PROMPT, PARAMS))
         await gate.reached()
+        [stage] = stages_of(cluster.workers[helper_of(cluster)])
+        with pytest.raises(InvalidInput):
+            await stage.start(16)  # its pull has not ended
         work.cancel()
         await asyncio.wait((work,))
         await cluster.until(lambda: not any(map(stages_of, cluster.workers.values())), "all stages have ended")
@@ -278,7 +298,7 @@ async def test_a_client_that_leaves_while_stages_pull(
         assert answer.prefills[0].pool_tokens == NUM_BLOCKS * 16, "the pool does not rest because a client left"
 
 
-async def test_a_pool_that_is_away_costs_nothing_but_computing(tiny_model: str, oracle: Oracle) -> None:
+async def test_a_pool_that_rests_costs_nothing_but_computing(tiny_model: str, oracle: Oracle) -> None:
     async with tiny_cluster(tiny_model, num_prefill=2, **PIPELINE) as cluster:
         await store_prompt(cluster)
         await cluster.forget_pages()

@@ -204,7 +204,7 @@ class PipelineLeader:
         order = StartStage(request_id=spec.request_id, epoch=spec.epoch, first_token=first_token)
         for other in run.others:
             try:
-                await other.client.call(order, timeout_s=_OPEN_TIMEOUT_S)
+                await other.client.call(order, timeout_s=spec.timeout_s)
             except MoonpoolError as error:
                 raise _lost(other, error) from error
 
