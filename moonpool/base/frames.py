@@ -148,19 +148,14 @@ class FrameDecoder:
 
     def __init__(self, max_body_nbytes: int = MAX_BODY_NBYTES) -> None:
         self.max_body_nbytes = max_body_nbytes
-        self._buffer: bytes | bytearray = b""  # the last received part, or several parts joined
+        self.held: bytes | bytearray = b""  # the last received part, or several parts joined; empty: no frame has begun
         self._at = 0  # bytes before it were returned
         self._is_first = True  # no frame has come yet
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no frame has begun."""
-        return not self._buffer
-
-    @property
     def nbytes(self) -> int:
         """Bytes that are held here and not yet returned in a frame."""
-        return len(self._buffer) - self._at
+        return len(self.held) - self._at
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """Return all frames completed by `data`, in order."""
@@ -172,19 +167,19 @@ class FrameDecoder:
 
     def push(self, data: bytes | bytearray | memoryview) -> None:
         """Add received bytes; next() returns the frames in them."""
-        if len(self._buffer) == self._at:
-            self._buffer, self._at = bytes(data), 0
+        if len(self.held) == self._at:
+            self.held, self._at = bytes(data), 0
             return
-        if isinstance(self._buffer, bytes):
-            self._buffer = bytearray(memoryview(self._buffer)[self._at :])
+        if isinstance(self.held, bytes):
+            self.held = bytearray(memoryview(self.held)[self._at :])
         else:
-            del self._buffer[: self._at]
+            del self.held[: self._at]
         self._at = 0
-        self._buffer += data
+        self.held += data
 
     def next(self) -> Frame | None:
         """Return the next complete frame, or None."""
-        buffer, begin = self._buffer, self._at + HEADER_NBYTES
+        buffer, begin = self.held, self._at + HEADER_NBYTES
         if len(buffer) >= begin:
             header = decode_header(buffer, self._at, is_first=self._is_first)
             if header.nbytes > self.max_body_nbytes:
@@ -197,5 +192,5 @@ class FrameDecoder:
         elif self._is_first and len(buffer) > len(MAGIC):  # another version's header may be shorter
             _check_start(bytes(buffer[: len(MAGIC)]), buffer[len(MAGIC)])
         if self._at:  # otherwise a large frame's first parts would be copied with each of the others
-            self._buffer, self._at = buffer[self._at :], 0
+            self.held, self._at = buffer[self._at :], 0
         return None

@@ -215,6 +215,10 @@ class Store(TensorCalls, RemovalCalls):
         """
         return self._puts.put_many(puts)
 
+    def put_object(self, put: Put) -> MoonpoolError | None:
+        """put_objects() of one."""
+        return self._puts.put_one(put)
+
     def put_session(self, key: Key, piece_sizes: Sequence[int], **settings: Unpack[PutSettings]) -> PieceWriter:
         """Write a value piece by piece: `with store.put_session(key, sizes) as s: s.write(0, layer)`."""
         request = PutRequest(key=key_bytes(key), piece_nbytes=tuple(piece_sizes), **put_fields(settings))

@@ -267,7 +267,7 @@ def test_a_decoder_that_never_runs_empty_keeps_only_what_is_left() -> None:
         decoder.push(frame)
         assert decoder.next() is not None
     assert decoder.nbytes == len(frame)
-    assert len(decoder._buffer) <= 3 * len(frame)
+    assert len(decoder.held) <= 3 * len(frame)
 
 
 def test_a_decoder_with_a_limit_of_its_own() -> None:

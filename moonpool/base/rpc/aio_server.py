@@ -39,6 +39,7 @@ from moonpool.base.rpc.protocol import (
     as_moonpool_error,
     decode_hello,
     encode_error,
+    encode_reply,
     encode_value,
 )
 from moonpool.base.rpc.silence import DEFAULT_SILENCE_LIMITS, AttendedTimer, SilenceLimits, SilenceWatch
@@ -50,6 +51,7 @@ _HELLO_TIMEOUT_S = 10.0
 _UNREAD_NBYTES = 256 * 1024  # of answers; with more, calls wait until the peer has read all but a quarter
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
 _PONG = encode_frame(FrameKind.PONG, 0)
+_CALL = FrameKind.CALL  # looking an attribute up takes longer than using it
 
 Handler = Callable[[Any, "RpcPeer"], Any]
 
@@ -151,6 +153,7 @@ class RpcPeer(asyncio.Protocol):
         self._unread_nbytes = 0  # of answers, at the last check for silence
         self._running: dict[int, asyncio.Task[None]] = {}
         self._on_close: list[Callable[[], None]] = []
+        self._is_writable = True  # as _writable, which takes longer to ask
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport | None = None
@@ -202,9 +205,9 @@ class RpcPeer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._watched:
             self._watch.heard()
-        elif self.hello is not None and self._frames.is_empty and self._writable.is_set():
+        elif self.hello is not None and not self._frames.held and self._is_writable:
             # The common case: one call of a client that waits for its answer.
-            whole = whole_frame(FrameKind.CALL, data, len(data))
+            whole = whole_frame(_CALL, data, len(data))
             if whole is not None and whole[0] not in self._running:
                 self._on_call(*whole)
                 return
@@ -258,7 +261,7 @@ class RpcPeer(asyncio.Protocol):
         self._end(Overloaded(reason))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
+        self.closed = self._is_writable = True
         self._writable.set()
         self._server.peers.discard(self)
         self._server.large_frames.forget(self)
@@ -278,9 +281,11 @@ class RpcPeer(asyncio.Protocol):
         self.ended.set()
 
     def pause_writing(self) -> None:
+        self._is_writable = False
         self._writable.clear()
 
     def resume_writing(self) -> None:
+        self._is_writable = True
         self._writable.set()
         if self._held is not None and self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._take_turn)
@@ -340,7 +345,9 @@ class RpcPeer(asyncio.Protocol):
                 raise Overloaded(f"over {_MAX_CALLS_PER_PEER} calls of one peer are running")
             answer = server.handlers[type(call)](call, self)
             if not call.streams and not hasattr(answer, "__await__"):  # isawaitable() would take longer than the rest
-                self._send(encode_value(FrameKind.REPLY, call_id, answer))
+                data = encode_reply(call_id, answer)
+                if not self.closed:
+                    self._transport.write(data)  # type: ignore[union-attr]  # a call came over it
                 return
         except Exception as error:  # noqa: BLE001 - every call gets an answer, a bug's included
             self._fail(call_id, error)
@@ -362,7 +369,7 @@ class RpcPeer(asyncio.Protocol):
         try:
             value = await answer
             await self._writable.wait()
-            self._send(encode_value(FrameKind.REPLY, call_id, value))
+            self._send(encode_reply(call_id, value))
         except asyncio.CancelledError:
             self._fail(call_id, Cancelled("the call was cancelled"))
             raise

@@ -40,6 +40,7 @@ _SLACK_S = 0.02  # tolerated error of a wait's deadline; beyond it the socket's 
 _TIMEVAL = struct.Struct("@ll")
 _UNSET_S = -1.0
 _PING = encode_frame(FrameKind.PING, 0)
+_REPLY = FrameKind.REPLY  # looking an attribute up takes longer than using it
 
 
 class BlockingClient:
@@ -149,8 +150,15 @@ class BlockingClient:
             limit_s = min(timeout_s, self._longest_s)
             if self._socket is not sock or self._closed or self._filled or abs(limit_s - self._limit_s) > _SLACK_S:
                 return None
-            self._wait = None
-            self._send(sock, request, timeout_s)
+            self._wait, self._is_torn = None, True
+            try:
+                sent = sock.send(request)
+            except BlockingIOError:
+                sent = 0
+                self._look()
+            if sent < len(request):
+                self._send(sock, memoryview(request)[sent:], timeout_s)
+            self._is_torn = False
             while meanwhile is not None and meanwhile() and not _is_readable(sock):
                 pass
             inbox = self._inbox
@@ -159,7 +167,7 @@ class BlockingClient:
             except BlockingIOError:
                 self._look()
                 return self._answer(sock, call_id, Deadline(timeout_s))
-            answer = whole_frame(FrameKind.REPLY, inbox, count)
+            answer = whole_frame(_REPLY, inbox, count)
             if answer is not None and answer[0] == call_id:
                 return answer[1]
             if count == 0:
@@ -211,7 +219,7 @@ class BlockingClient:
         self._send(sock, request, deadline.remaining_s())
         return self._answer(sock, call_id, deadline)
 
-    def _send(self, sock: socket.socket, data: bytes, timeout_s: float) -> None:
+    def _send(self, sock: socket.socket, data: bytes | memoryview, timeout_s: float) -> None:
         """Send all bytes. A server that reads is not silent."""
         if self._limits is None:
             sock.sendall(data)

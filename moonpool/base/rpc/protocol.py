@@ -26,6 +26,7 @@ _STEP = re.compile(r"\[(?P<index>\d+|\.\.\.)\]|\.(?P<name>\w+)")
 R = TypeVar("R")
 DEFAULT_TIMEOUT_S = 30.0
 _ENCODER = msgspec.msgpack.Encoder()
+_CALL, _REPLY = FrameKind.CALL, FrameKind.REPLY  # looking an attribute up takes longer than using it
 
 
 class Call(msgspec.Struct, Generic[R], array_like=True, tag=True):
@@ -82,11 +83,16 @@ def encode_call(call: Call[Any], call_id: int) -> bytes:
         body = _ENCODER.encode(call)
     except (OverflowError, TypeError, ValueError, RecursionError) as error:
         raise encoding_error(call, error) from error
-    return encode_frame(FrameKind.CALL, call_id, body)
+    return encode_frame(_CALL, call_id, body)
 
 
 def encode_value(kind: FrameKind, call_id: int, value: Any) -> bytes:
     return encode_frame(kind, call_id, _ENCODER.encode(value))
+
+
+def encode_reply(call_id: int, answer: Any) -> bytes:
+    """encode_value() of the answer to a call."""
+    return encode_frame(_REPLY, call_id, _ENCODER.encode(answer))
 
 
 def encode_error(call_id: int, error: MoonpoolError) -> bytes:
@@ -102,7 +108,11 @@ def decode_error(body: bytes) -> MoonpoolError:
 
 
 def decode_reply(call: Call[Any], body: bytes | bytearray | memoryview) -> Any:
-    return _decode(_reply_decoder(type(call)), body)
+    decoder = _reply_decoder(type(call))
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode(decoder, body)  # says what is wrong
 
 
 def decode_hello(frame: Frame) -> Hello:

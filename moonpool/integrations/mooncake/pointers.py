@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.integrations.mooncake.base_store import StoreBase
-from moonpool.integrations.mooncake.codes import ErrorCode, transfer_code_of
+from moonpool.integrations.mooncake.codes import ErrorCode, code_of, transfer_code_of
 from moonpool.integrations.mooncake.device_memory import MemoryStage
 from moonpool.integrations.mooncake.types import ReplicateConfig
 from moonpool.store.client import Put
+
+_OK = ErrorCode.OK  # looking an attribute up takes longer than using it
 
 
 class PointerCalls(StoreBase):
@@ -28,8 +30,12 @@ class PointerCalls(StoreBase):
             return self._put_one(key, [buffer_ptr], [size], config, replace=False)
         # The common case: nothing is made for lists and settings.
         put = Put(key=session.namespace + key.encode(), buffers=(view,), options=session.plain_options)
-        (outcome,) = self._ask("put", lambda client: client.put_objects((put,)), lambda code: (code,))
-        return ErrorCode.OK if outcome is None else self._put_code(key, outcome)
+        try:
+            outcome = session.client.put_object(put)
+        except MoonpoolError as error:
+            self._log_error("put", error)
+            return code_of(error)
+        return _OK if outcome is None else self._put_code(key, outcome)
 
     def put_from_with_metadata(
         self,

@@ -84,8 +84,9 @@ def check_size(record: bytes) -> None:
 
 def pack_frame_head(record: bytes) -> bytes:
     """Return what precedes `record` in a file. Raise InvalidInput as `check_size`."""
-    check_size(record)
     nbytes = len(record)
+    if not 0 < nbytes <= MAX_RECORD_NBYTES:
+        check_size(record)
     return _FRAME.pack(nbytes, crc32c(record, nbytes))
 
 
@@ -93,6 +94,8 @@ def pack_records(records: bytes | Sequence[bytes]) -> bytes:
     """Return the frames of one record or several. Raise InvalidInput as `check_size`."""
     if isinstance(records, bytes):
         return pack_frame_head(records) + records
+    if len(records) == 1:  # mostly
+        return pack_frame_head(records[0]) + records[0]
     return b"".join([part for record in records for part in (pack_frame_head(record), record)])
 
 

@@ -119,21 +119,21 @@ class SpaceAhead:
         """Make the object visible that was written to this space. If the key is taken, the client keeps the space, for
         the next turn; a copy of this call that arrives later then does nothing. A repeated call is no error.
         """
-        key, generation = put.key, put.generation
-        held = self._puts.pending.get(ahead_key(generation))
+        key, generation, puts = put.key, put.generation, self._puts
+        held = puts.pending.get(ahead_key(generation))
         if held is None or held.generation != generation or not held.terms.flags & AHEAD:
-            refusals, _ = self._puts.end([key], [generation], {}, now_s)  # a repeated call, or the space is lost
+            refusals, _ = puts.end([key], [generation], {}, now_s)  # a repeated call, or the space is lost
             return PutAtReply(refusals.get(0), not self.is_short())
         refused = self._check(put, held, now_s) if put.turn >= held.turn else STORED
         if refused is None:
-            options, flags = put.options, Flag.HARD_PIN if put.options.hard_pin else 0
-            identity = self._identities.number_of(options.identity)
+            options, outcomes = put.options, self._index.outcomes
+            flags = Flag.HARD_PIN if options.hard_pin else 0
+            identity = self._identities.number_of(options.identity) if options.identity else 0
             terms = PutTerms(held.terms.session, flags, identity, options.soft_pin_s, False)
             self.name(held, key, put.nbytes, terms)
-            outcomes = self._index.outcomes
             outcomes.add(Named(generation, key, put.nbytes, flags, identity, options.soft_pin_s))
-            del self._puts.pending[key]
-            self._puts.store(held, now_s)
+            del puts.pending[key]
+            puts.store(held, now_s)
             outcomes.add(PutsEnded([key], [generation], {}))
         elif refused in (STORED, UNDER_WAY):
             held.turn = max(held.turn, put.turn + 1)

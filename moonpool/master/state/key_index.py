@@ -62,12 +62,13 @@ _MASK_64 = 0xFFFF_FFFF_FFFF_FFFF
 class _Cells:
     """One table. Its length is a power of two."""
 
-    __slots__ = ("array", "mask", "num_used", "values")
+    __slots__ = ("array", "grow_at", "mask", "num_used", "values")
 
     def __init__(self, length: int) -> None:
         column = Column("Q", length)
         self.array, self.values = column.array, column.cells
         self.mask = length - 1
+        self.grow_at = _GROW_AT * length
         self.num_used = 0  # removed cells included
 
     def __len__(self) -> int:
@@ -150,8 +151,9 @@ class KeyIndex:
         return self._count
 
     def find(self, key: bytes) -> int | None:
-        hashed = hash(key) & _MASK_64
-        cells = self._cells
+        hashed, cells = hash(key) & _MASK_64, self._cells
+        if self._old is None and not cells.values[hashed & cells.mask]:  # most new keys
+            return None
         at = cells.find(hashed, key, self._keys)
         if at is None and self._old is not None:
             cells = self._old
@@ -178,8 +180,10 @@ class KeyIndex:
     def add(self, key: bytes, slot: int) -> None:
         """Add a key that is not in the index."""
         hashed = hash(key) & _MASK_64
-        self._hashes.cells[slot], self._tails.cells[slot] = hashed, _tail_of(key)
-        self._make_room(1)
+        self._hashes.cells[slot] = hashed
+        self._tails.cells[slot] = int.from_bytes(key[-_TAIL_NBYTES:], "little")
+        if self._old is not None or self._cells.num_used + 1 > self._cells.grow_at:
+            self._make_room(1)
         self._cells.add(hashed, slot)
         self._count += 1
 
@@ -218,7 +222,7 @@ class KeyIndex:
     def _make_room(self, num: int) -> None:
         if self._old is not None:
             self._move(max(_LEAST_MOVED, _MOVED_PER_KEY * num))
-        if self._cells.num_used + num > _GROW_AT * len(self._cells):
+        if self._cells.num_used + num > self._cells.grow_at:
             if self._old is not None:
                 self._move(len(self._old))  # a batch as large as the table
             self._start_growing(num)

@@ -53,6 +53,7 @@ class ObjectTable:
         self.max_objects = max_objects
         self.keys: list[bytes | None] = []  # by slot
         self.slots_of = KeyIndex(self.keys, max_objects)
+        self.find = self.slots_of.find  # the slot of a key, or None
         self._free: list[int] = []
         self._columns: dict[str, NDArray[Any]] = {}  # by the name of the cells
         self.nbytes, self.sizes = self._column("nbytes", "Q")
@@ -95,9 +96,6 @@ class ObjectTable:
     def end(self) -> int:
         """One past the highest slot ever used."""
         return len(self.keys)
-
-    def find(self, key: bytes) -> int | None:
-        return self.slots_of.find(key)
 
     def find_many(self, keys: Sequence[bytes]) -> list[int | None]:
         if len(keys) <= FEW:

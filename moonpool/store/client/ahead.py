@@ -24,9 +24,9 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.store.client.config import ClientConfig
 from moonpool.store.client.master_client import MasterClient
 from moonpool.store.messages import GRANULE_NBYTES, GrantAhead, Placement, PutRenew, PutRevoke, ahead_key, num_granules
-from moonpool.store.messages.values import MAX_AHEAD_NBYTES
+from moonpool.store.messages.values import MAX_AHEAD, MAX_AHEAD_NBYTES
 
-_ASK_PLACES, _ASK_NBYTES = 16, 8 * 1024 * 1024  # most places, and most bytes, of one GrantAhead
+_ASK_PLACES, _ASK_NBYTES = 16, 8 * 1024 * 1024  # places of the first GrantAhead for a size, most bytes of each
 _LARGE_NBYTES = 256 * 1024 + GRANULE_NBYTES  # a larger object takes longer to write over a network than a call
 _ASK_FIRST_S = 1.0  # for large objects, after a key was taken
 _DEMAND_S = 5.0  # two puts of a size within this time: more are to be expected
@@ -54,6 +54,7 @@ class _Size:
         self.places: list[HeldPlace] = []
         self.put_s = float("-inf")  # when the latest put of this size began
         self.ask_first_until_s = float("-inf")  # keys of large objects were taken: they are not written before asking
+        self.num_to_ask = _ASK_PLACES  # of the next GrantAhead; doubled by each, until the size is given back as idle
 
 
 class HeldSpace:
@@ -98,11 +99,13 @@ class HeldSpace:
         if nbytes > _LARGE_NBYTES and not session:  # this client maps no memory of its machine
             return None
         with self._lock:
-            size = self._sizes.setdefault(granules, _Size())
+            size = self._sizes.get(granules)
+            if size is None:
+                size = self._sizes[granules] = _Size()
             is_frequent, size.put_s = now_s - size.put_s <= _DEMAND_S, now_s
             if now_s < size.ask_first_until_s:
                 return None
-            found = self._pop(granules, session, now_s)
+            found = self._pop(granules, session, now_s) if size.places else None
         if found is None and is_frequent:
             with self._asking:
                 with self._lock:
@@ -166,11 +169,15 @@ class HeldSpace:
         for size in sizes:
             held += [(each.generation, True) for each in size.places]
             size.places.clear()
+            size.num_to_ask = _ASK_PLACES
         return held
 
     def _ask(self, granules: int, session: int) -> None:
         nbytes, asked_s = granules * GRANULE_NBYTES, self._clock.now_s()
-        count = min(_ASK_PLACES, max(2, _ASK_NBYTES // nbytes), self._max_nbytes // nbytes)
+        with self._lock:
+            size = self._sizes.setdefault(granules, _Size())
+            count = min(size.num_to_ask, max(2, _ASK_NBYTES // nbytes), self._max_nbytes // nbytes)
+            size.num_to_ask = min(2 * size.num_to_ask, MAX_AHEAD)
         if not count or asked_s < self._pause_until_s:
             return
         if self.held_nbytes + count * nbytes > self._max_nbytes:

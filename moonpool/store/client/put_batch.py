@@ -50,11 +50,14 @@ class PutBatches:
         self._calls, self._tools = tools.calls, tools
         self._small = SmallPuts(tools)
 
+    def put_one(self, put: Put) -> MoonpoolError | None:
+        stored = self._put_small(put)
+        return self._put_all([put])[0] if stored is None else stored[0]
+
     def put_many(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
-        if len(puts) == 1:
-            stored = self._put_small(puts[0])
-            if stored is not None:
-                return [*stored]
+        return [self.put_one(puts[0])] if len(puts) == 1 else self._put_all(puts)
+
+    def _put_all(self, puts: Sequence[Put]) -> list[MoonpoolError | None]:
         outcomes: list[MoonpoolError | None] = [None] * len(puts)
         pieces: list[list[memoryview]] = []
         sizes: list[int] = []

@@ -39,6 +39,7 @@ class SessionClient:
         self._clients: dict[str, BlockingClient] = {}
         self._registered: frozenset[_Registry] = frozenset()
         self._shared: dict[int, frozenset[_Registry]] = {}  # sessions that this client shares with other processes
+        self._writable: tuple[RemoteSegment, int, frozenset[_Registry]] | None = None  # as open_for_writing() found
 
     def session(self) -> int:
         """Return this client's session number, registering with the local nodes first. Return 0 if this machine has no
@@ -99,8 +100,15 @@ class SessionClient:
         """Return the handle for writing, for a put begun with `session`. Raise as SegmentDirectory.open, and PeerLost
         where the memory is mapped and its node would not notice the end of this process.
         """
+        remote = self._directory.open(placement)
+        now = remote, session, self._registered
+        if now != self._writable or self._shared:  # otherwise nothing has changed since the last put
+            self._check_writable(placement, remote, session)
+            self._writable = remote, session, self._registered
+        return remote
+
+    def _check_writable(self, placement: Placement, remote: RemoteSegment, session: int) -> None:
         info = self._directory.info(placement)
-        remote = self._directory.open_segment(info)
         shared = self._shared.get(session)
         if shared is not None and _registry(info) not in shared and isinstance(remote, MappedRemote):
             raise PeerLost(f"the node of segment {placement.segment!r} does not know who writes there together")
@@ -109,9 +117,9 @@ class SessionClient:
             or not isinstance(remote, MappedRemote)
             or (session and self.is_registered_at(info))
         ):
-            return remote
+            return
         if session and self.session() and self.is_registered_at(info):  # a node that was started since
-            return remote
+            return
         raise PeerLost(f"the node of segment {placement.segment!r} does not know of this process")
 
     def close(self) -> None:

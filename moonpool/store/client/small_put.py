@@ -14,7 +14,6 @@ from moonpool.base.object_header import pack_header
 from moonpool.store.client.ahead import HeldPlace
 from moonpool.store.client.put_request import Put
 from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
-from moonpool.transfer.transports.mapped import MappedRemote
 
 
 class SmallPuts:
@@ -50,20 +49,15 @@ class SmallPuts:
         return (error,)
 
     def _write(self, put: Put, parts: Sequence[memoryview], held: HeldPlace) -> None:
+        place, generation = held.place, held.generation
         header = pack_header(
             put.key,
-            held.generation,
+            generation,
             [part.nbytes for part in parts],
             [crc32c(part) for part in parts],
             kind=put.kind,
             identity=put.identity,
             valid_tokens=put.valid_tokens,
         )
-        views, place, timeout_s = [memoryview(header), *parts], held.place, self._tools.timeout_s
         remote = self._tools.sessions.open_for_writing(place, held.session)
-        if isinstance(remote, MappedRemote):
-            writer = remote.writer(timeout_s)
-            writer.write(place.offset, views, held.generation)
-            writer.finish()
-        else:
-            remote.write_from(place.offset, views, generation=held.generation, timeout_s=timeout_s)
+        remote.write_views(place.offset, [memoryview(header), *parts], generation, self._tools.timeout_s)

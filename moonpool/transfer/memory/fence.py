@@ -43,7 +43,8 @@ class Fence:
         if granules is None:
             self.admit_all([(offset, nbytes)], generation)
             return
-        self._check_limit(offset, generation)
+        if generation > self.limit:
+            self._check_limit(offset, generation)
         cells = self._cells
         with self._lock:
             for at in granules:

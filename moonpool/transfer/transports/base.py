@@ -66,6 +66,10 @@ class RemoteSegment(ABC):
         them. `generation` is checked and stamped where the segment is fenced, and ignored where it is not.
         """
 
+    def write_views(self, offset: int, views: list[memoryview], generation: int, timeout_s: float) -> None:
+        """write_from() of flat views of bytes, none of them empty: nothing is looked at to find out what they are."""
+        self.write_from(offset, views, generation=generation, timeout_s=timeout_s)
+
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
         """read_into() for each (offset, buffer), under one deadline and in no promised order: the fast way to move
         many small pieces. InvalidInput, with nothing moved, when an item cannot be used; else the first error there

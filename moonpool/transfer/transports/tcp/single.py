@@ -7,6 +7,7 @@ the caller's memory. The frames are the same. Only for lanes without TLS, which 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 from moonpool.base.clock import Deadline
@@ -37,6 +38,7 @@ from moonpool.transfer.transports.tcp.frames import (
 
 MAX_VIEWS = 512
 _REQUEST_ID = 1  # no answer is ever left on a lane
+_WRITE = FrameOp.WRITE  # looking an attribute up takes longer than using it
 _SAME = pack_verdict(_REQUEST_ID, ReadVerdict.SAME)
 _WRITTEN = pack_response(_REQUEST_ID, 0)
 
@@ -82,7 +84,13 @@ def write_one(
     """Write the views, of `nbytes` in total, at `offset`, and stamp the space with `generation`. Return and raise as
     read_one().
     """
-    send_all(sock, [packer.pack(FrameOp.WRITE, _REQUEST_ID, offset, nbytes, generation), *views], deadline)
+    parts = [memoryview(packer.pack(_WRITE, _REQUEST_ID, offset, nbytes, generation)), *views]
+    try:  # mostly the kernel takes it at once: then no timer is looked at
+        count = sock.sendmsg(parts, (), socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        count = 0
+    if count < len(parts[0]) + nbytes:
+        send_all(sock, after(parts, count), deadline)
     head = memoryview(bytearray(RESPONSE_NBYTES))
     receive_exactly(sock, [head], deadline)
     return None if head == _WRITTEN else _refusal(sock, head, 0, (), 0, deadline)

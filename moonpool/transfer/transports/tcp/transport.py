@@ -52,6 +52,7 @@ from moonpool.transfer.transports.tcp.pipeline import (
 from moonpool.transfer.transports.tcp.server import IDLE_TIMEOUT_S, MAX_CONNECTIONS, TcpServer
 
 R = TypeVar("R")
+_WRITE = FrameOp.WRITE  # looking an attribute up takes longer than using it
 _REQUEST_ID = 1  # one question at a time, and no answer is ever left on a lane
 
 
@@ -217,6 +218,9 @@ class TcpRemote(RemoteSegment):
     def write_from(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:
         self._one(FrameOp.WRITE, self._order(offset, as_bytes_views(buffers, writable=False), generation), timeout_s)
 
+    def write_views(self, offset: int, views: list[memoryview], generation: int, timeout_s: float) -> None:
+        self._one(_WRITE, self._order(offset, views, generation), timeout_s)
+
     def read_many(self, items: Sequence[tuple[int, Buffer]], *, timeout_s: float) -> None:
         self._exchange(FrameOp.READ, merge_neighbours(place_items(items, self.nbytes, writable=True)), timeout_s)
 
@@ -301,7 +305,7 @@ class TcpRemote(RemoteSegment):
         with PeerErrors(self._pool, timeout_s), self._pool.lane(timeout_s) as sock:
             deadline = Deadline(timeout_s)
             if len(order.views) <= single.MAX_VIEWS and type(sock) is TimedSocket:
-                act = single.read_one if op is FrameOp.READ else single.write_one
+                act = single.write_one if op is _WRITE else single.read_one
                 return act(sock, self._packer, *order, deadline)
             pipeline = Pipeline(sock, op, self._target, deadline)
             pipeline.run([order])
