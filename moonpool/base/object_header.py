@@ -193,6 +193,32 @@ def pack_header(
     return raw + _CRC.pack(crc32c(raw)) + padding
 
 
+def pack_single(
+    key: bytes, generation: int, nbytes: int, checksum: int, kind: int, identity: bytes, valid_tokens: int
+) -> tuple[bytes, bytes]:
+    """Return the header of an object of one piece as pack_header() does, but its padding apart: all headers with keys
+    of one length share it.
+    """
+    body, _, size, padding = _layout(len(key), 1)
+    raw = body.pack(
+        MAGIC,
+        VERSION,
+        _CRC32C,
+        kind,
+        0,
+        valid_tokens,
+        size,
+        1,
+        generation,
+        identity,
+        len(key),
+        key,
+        nbytes,
+        checksum,
+    )
+    return raw + _CRC.pack(crc32c(raw)), padding
+
+
 def announced_nbytes(buffer: bytes | bytearray | memoryview) -> int:
     """Return the size that a header states for itself: how much to read before `unpack`. Not verified yet."""
     if len(buffer) < _FIXED.size:

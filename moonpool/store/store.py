@@ -146,6 +146,7 @@ class Store(TensorCalls, RemovalCalls):
             max_verified_views=config.max_verified_views,
         )
         self._puts = PutBatches(put_tools)
+        self.put_object = self._puts.put_one  # put_objects() of one, without lists
         self.piece_puts, self.piece_reads = PiecePuts(put_tools), self._reads.pieces
         self.tasks = PoolTasks(master)
 
@@ -214,10 +215,6 @@ class Store(TensorCalls, RemovalCalls):
         options.replace. The buffers are the caller's again when this returns.
         """
         return self._puts.put_many(puts)
-
-    def put_object(self, put: Put) -> MoonpoolError | None:
-        """put_objects() of one."""
-        return self._puts.put_one(put)
 
     def put_session(self, key: Key, piece_sizes: Sequence[int], **settings: Unpack[PutSettings]) -> PieceWriter:
         """Write a value piece by piece: `with store.put_session(key, sizes) as s: s.write(0, layer)`."""
@@ -314,7 +311,7 @@ class Store(TensorCalls, RemovalCalls):
 
     def exist(self, key: Key) -> bool:
         """Return whether the object exists, and lease it: it stays for the next seconds."""
-        return self.exist_many([key])[0]
+        return self._reads.exist([key_bytes(key)])[0]
 
     def exist_many(self, keys: Iterable[Key]) -> list[bool]:
         return self._reads.exist(keys_bytes(keys))

@@ -13,12 +13,14 @@ from moonpool.base.errors import Corrupt, IdentityMismatch, StaleGeneration
 from moonpool.base.keys import object_key
 from moonpool.base.object_header import (
     ALIGN_NBYTES,
+    NO_IDENTITY,
     ObjectHeader,
     ObjectKind,
     Piece,
     announced_nbytes,
     header_nbytes,
     pack_header,
+    pack_single,
     read_plain,
     unpack,
 )
@@ -141,3 +143,9 @@ def test_the_short_way_leaves_unusual_headers_to_the_long_way() -> None:
         assert read_plain(header, 0, b"key", 5, 100, None) is None
     long_key = b"k" * 4010  # its header has no room for a void mark
     assert read_plain(pack_header(long_key, 5, [100], [1]), 0, long_key, 5, 100, None) is None
+
+
+@given(st.binary(min_size=1, max_size=300), st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 2**32 - 1))
+def test_a_header_of_one_piece_is_the_same_in_two_parts(key: bytes, generation: int, nbytes: int, checksum: int) -> None:
+    whole = pack_header(key, generation, [nbytes], [checksum], kind=ObjectKind.BLOCK, valid_tokens=7)
+    assert b"".join(pack_single(key, generation, nbytes, checksum, ObjectKind.BLOCK, NO_IDENTITY, 7)) == whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,29 @@ from store_pool import LocalPool
 
 from moonpool.base.errors import InvalidInput, StaleGeneration, Unavailable
 from moonpool.store.client import Put
-from moonpool.store.client.object_runs import ObjectRuns
+from moonpool.store.client.object_runs import neighbours
 from moonpool.store.messages import GRANULE_NBYTES, Placement
 from moonpool.transfer.transports.mapped import MappedWriter
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(1, 3 * GRANULE_NBYTES)), max_size=40))
 def test_runs_hold_every_object_once_in_order_and_without_gaps(objects: list[tuple[str, int, int]]) -> None:
-    runs, at, places = ObjectRuns(), 0, []
-    for position, (segment, gap, nbytes) in enumerate(objects):
+    at, places, granules = 0, [], [-(-nbytes // GRANULE_NBYTES) for _, _, nbytes in objects]
+    for (segment, gap, _), count in zip(objects, granules, strict=True):
         at += gap * GRANULE_NBYTES
-        places.append((segment, at))
-        runs.add(position, Placement(segment, at, 1, 1), nbytes)
-        at += -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
-    assert [position for run in runs.all() for position in run.positions] == list(range(len(objects)))
-    for run in runs.all():
-        end = run.offset
-        for position in run.positions:
-            assert places[position] == (run.segment, end)
-            end += -(-objects[position][2] // GRANULE_NBYTES) * GRANULE_NBYTES
-        assert end == run.end
+        places.append(Placement(segment, at, 1, 1))
+        at += count * GRANULE_NBYTES
+    runs = list(neighbours(places, granules))
+    assert [position for run in runs for position in range(run.start, run.stop)] == list(range(len(objects)))
+    for run in runs:
+        end = places[run.start].offset
+        for place, count in zip(places[run], granules[run], strict=True):
+            assert (place.segment, place.offset) == (places[run.start].segment, end)
+            end += count * GRANULE_NBYTES
+    for run, after in itertools.pairwise(runs):  # no two of them could be one
+        last, first = places[run.stop - 1], places[after.start]
+        is_gap = last.offset + granules[run.stop - 1] * GRANULE_NBYTES != first.offset
+        assert is_gap or last.segment != first.segment
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def test_a_batch_of_small_objects_arrives_whole(pool: LocalPool, monkeypatch: py
     plain = MappedWriter.write_run
 
     def counting(self: MappedWriter, offset: int, parts, stamps) -> bool:
-        written.append(len(stamps))
+        written.append(len(set(stamps.tolist())))  # a generation for each object
         return plain(self, offset, parts, stamps)
 
     monkeypatch.setattr(MappedWriter, "write_run", counting)
@@ -80,7 +84,8 @@ def test_of_a_run_only_those_fail_whose_space_was_taken_back(pool: LocalPool, mo
     def late(self: MappedWriter, offset: int, parts, stamps) -> bool:
         fence = self._fence
         assert fence is not None
-        fence.stamp(offset + stamps[0][1] * GRANULE_NBYTES, 1, stamps[0][0] + 1_000_000)
+        count = int((stamps == stamps[0]).sum())  # granules of the first object
+        fence.stamp(offset + count * GRANULE_NBYTES, 1, int(stamps[0]) + 1_000_000)
         return plain(self, offset, parts, stamps)
 
     monkeypatch.setattr(MappedWriter, "write_run", late)

@@ -48,10 +48,10 @@ def test_a_put_is_one_call(pool: FacadePool, writer: Store, monkeypatch: pytest.
     reader = pool.store()
     writer.put("first", bytes(1000))
     asked = Calls(writer, monkeypatch)
-    for number in range(40):
+    for number in range(120):
         assert writer.put(f"k{number}", b"%04d" % number * 250)
-    assert asked.kinds == {"PutAt": 40, "GrantAhead": 3}
-    for number in range(40):
+    assert asked.kinds == {"PutAt": 120, "GrantAhead": 4}  # for 16 places, then 32, 64 and 64
+    for number in range(120):
         assert reader.get(f"k{number}") == b"%04d" % number * 250
 
 

@@ -131,7 +131,8 @@ def test_a_run_is_admitted_as_its_spans_are(before: list[tuple[int, int]], data:
         run.stamp(granule * 16, 40, generation)
         each.stamp(granule * 16, 40, generation)
     table = [run.generation_at(at * 16) for at in range(64)]
-    if not run.admit_run(first * 16, stamps):
+    cells = np.repeat(np.array([each for each, _ in stamps], np.uint64), [count for _, count in stamps])
+    if not run.admit_run(first * 16, cells):
         assert [run.generation_at(at * 16) for at in range(64)] == table
         end = first + sum(count for _, count in stamps)
         assert max(table[first:end]) > min(generation for generation, _ in stamps)
@@ -141,9 +142,9 @@ def test_a_run_is_admitted_as_its_spans_are(before: list[tuple[int, int]], data:
         each.admit(at * 16, count * 16, generation)
         at += count
     assert [run.generation_at(at * 16) for at in range(64)] == [each.generation_at(at * 16) for at in range(64)]
-    assert run.has_run(first * 16, stamps)
+    assert run.has_run(first * 16, cells)
     run.stamp(first * 16, 1, 10)
-    assert not run.has_run(first * 16, stamps)
+    assert not run.has_run(first * 16, cells)
 
 
 def test_confirm_sees_a_newer_and_an_older_stamp() -> None:

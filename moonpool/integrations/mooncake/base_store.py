@@ -10,6 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, TypeVar
 
 from moonpool.base.errors import (
@@ -172,10 +173,12 @@ class StoreBase:
 
         def put(client: Store) -> list[MoonpoolError | None]:
             options = config.options(self._segments_of(config.preferred), replace)
+            names = self._keys([keys[at] for at in usable])
+            groups = repeat(b"") if config.group_ids is None else [self._group(config, at) for at in usable]
             return client.put_objects(
                 [
-                    Put(key=self._key(keys[at]), buffers=values[at], options=options, group=self._group(config, at))
-                    for at in usable
+                    Put(key=name, buffers=values[at], options=options, group=group)
+                    for name, at, group in zip(names, usable, groups, strict=False)
                 ]
             )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound
 from moonpool.integrations.mooncake.base_store import StoreBase
-from moonpool.integrations.mooncake.codes import ErrorCode
+from moonpool.integrations.mooncake.codes import ErrorCode, code_of
 from moonpool.integrations.mooncake.types import BufferHandle, ReplicateConfig
 from moonpool.store import Store
 from moonpool.store.messages import Lookup
@@ -77,7 +77,14 @@ class ValueCalls(StoreBase):
 
     def is_exist(self, key: str) -> int:
         """Return 1 (the object is leased then), 0 or an error."""
-        return self.batch_is_exist([key])[0]
+        session = self._session
+        if session is None:
+            return ErrorCode.INVALID_PARAMS
+        try:
+            return int(session.client.exist(session.namespace + key.encode()))
+        except MoonpoolError as error:
+            self._log_error("exist", error)
+            return code_of(error)
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """Return 1 or 0 by position; objects that exist are leased. All results are the same error when the master

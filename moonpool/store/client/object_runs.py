@@ -5,45 +5,23 @@ The master places a batch in one run of space where it can.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
+from moonpool.store.messages import GRANULE_NBYTES, Placement
 
-_MAX_RUN_GRANULES = 256
-
-
-class ObjectRun:
-    """Positions of objects that follow each other in the segment from `offset` on."""
-
-    __slots__ = ("end", "offset", "positions", "segment")
-
-    def __init__(self, segment: str, offset: int) -> None:
-        self.segment, self.offset, self.end = segment, offset, offset
-        self.positions: list[int] = []
+_MAX_RUN_NBYTES = 256 * GRANULE_NBYTES
 
 
-class ObjectRuns:
-    """Finds small objects of a batch that are neighbours in their segment. Pure."""
-
-    def __init__(self) -> None:
-        self._runs: list[ObjectRun] = []
-
-    def add(self, position: int, place: Placement, nbytes: int) -> None:
-        """Add the next object of the batch. `nbytes` is the size of header and pieces."""
-        run = self._runs[-1] if self._runs else None
-        if (
-            run is None
-            or run.end != place.offset
-            or run.segment != place.segment
-            or run.end - run.offset >= _MAX_RUN_GRANULES * GRANULE_NBYTES
-        ):
-            run = ObjectRun(place.segment, place.offset)
-            self._runs.append(run)
-        run.positions.append(position)
-        run.end += num_granules(nbytes) * GRANULE_NBYTES
-
-    def all(self) -> Iterator[ObjectRun]:
-        return iter(self._runs)
-
-    def __bool__(self) -> bool:
-        return bool(self._runs)
+def neighbours(places: Sequence[Placement], granules: Sequence[int]) -> Iterator[slice]:
+    """Yield, in order, which of these places follow each other without a gap. Place number n is `granules[n]` long."""
+    start = begin = end = 0
+    segment = ""
+    for number, (place, count) in enumerate(zip(places, granules, strict=True)):
+        offset = place.offset
+        if offset != end or end - begin >= _MAX_RUN_NBYTES or place.segment != segment:
+            if number > start:
+                yield slice(start, number)
+            start, begin, segment = number, offset, place.segment
+        end = offset + count * GRANULE_NBYTES
+    if len(places) > start:
+        yield slice(start, len(places))

@@ -14,13 +14,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
-from moonpool.base.checksum import crc32c
+import numpy as np
+
 from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
-from moonpool.base.object_header import ObjectKind, header_nbytes, pack_header
+from moonpool.base.object_header import ObjectKind, header_nbytes, pack_single
 from moonpool.store.client.cuts import gather
-from moonpool.store.client.object_runs import ObjectRun, ObjectRuns
+from moonpool.store.client.object_runs import neighbours
+from moonpool.store.client.piece_checksums import PieceChecksums
 from moonpool.store.client.put_calls import GrantedPuts, PutCalls
-from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle_puts
+from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle_puts, object_views
 from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
 from moonpool.store.client.small_put import SmallPuts
 from moonpool.store.client.transfer_window import (
@@ -30,7 +32,7 @@ from moonpool.store.client.transfer_window import (
     TransferWindow,
     for_each,
 )
-from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
+from moonpool.store.messages import GRANULE_NBYTES, Placement
 from moonpool.transfer import RemoteSegment
 from moonpool.transfer.memory.buffers import as_bytes_view
 from moonpool.transfer.transports.mapped import MappedRemote, MappedWriter
@@ -39,7 +41,7 @@ SMALL_NBYTES = 32 * 1024  # larger objects gain nothing: the copy itself takes l
 OPAQUE_PIECE_NBYTES = 1024 * 1024
 _FIRST_BUNDLE_NBYTES = 1024 * 1024  # the first remote bundle is small, so that the network has work early
 _MAPPED_BATCH_NBYTES = 64 * 1024 * 1024
-_STEP_NBYTES = 256 * 1024  # checksum this much, then look whether the master has answered
+_ZEROS = bytes(GRANULE_NBYTES)
 _OPAQUE = ObjectKind.OPAQUE  # looking an attribute up takes longer than using it
 
 
@@ -131,40 +133,13 @@ class _Bundle:
 
     def __init__(self, positions: list[int], puts: list[Put], pieces: list[list[memoryview]], sizes: list[int]) -> None:
         self.positions, self.puts, self.pieces, self.sizes = positions, puts, pieces, sizes
-        self.checksums = _Checksums(pieces)
-
-
-class _Checksums:
-    """Checksums of the pieces of one bundle, by position. The first ones are computed while the master answers."""
-
-    def __init__(self, pieces: Sequence[list[memoryview]]) -> None:
-        self._pieces = pieces
-        self._known: list[list[int]] = []
-
-    def compute_some(self) -> bool:
-        """Compute a few more. Return True if some are left."""
-        nbytes = 0
-        while len(self._known) < len(self._pieces):
-            parts = self._pieces[len(self._known)]
-            nbytes += sum([part.nbytes for part in parts])
-            self._known.append(_checksums(parts))
-            if nbytes >= _STEP_NBYTES:
-                return True
-        return False
-
-    def of(self, position: int) -> list[int]:
-        known = self._known
-        return known[position] if position < len(known) else _checksums(self._pieces[position])
-
-
-def _checksums(parts: list[memoryview]) -> list[int]:
-    return [crc32c(part) for part in parts]
+        self.checksums = PieceChecksums(pieces)
 
 
 class _BundleWriter:
     """Writes the bytes of one bundle."""
 
-    def __init__(self, granted: GrantedPuts, checksums: _Checksums, tools: PutTools, calls: PutCalls) -> None:
+    def __init__(self, granted: GrantedPuts, checksums: PieceChecksums, tools: PutTools, calls: PutCalls) -> None:
         self._granted, self._checksums, self._tools, self._calls = granted, checksums, tools, calls
         self._puts: Sequence[Put] = ()
         self._pieces: Sequence[list[memoryview]] = ()
@@ -182,10 +157,12 @@ class _BundleWriter:
         """Write every replica. Failures are recorded in the GrantedPuts."""
         self._puts, self._pieces = puts, pieces
         mapped: list[int] = []
-        runs = ObjectRuns()
+        small: list[int] = []
         nbytes = mapped_nbytes = 0
         positions = self._granted.open()
         self._is_alone = len(positions) == 1 and len(self._granted.replicas[positions[0]]) == 1
+        if self._are_small_in_one(positions):
+            nbytes, small, positions = sum([pieces[position][0].nbytes for position in positions]), positions, []
         for position in positions:
             parts, places = pieces[position], self._granted.replicas[position]
             data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
@@ -193,16 +170,15 @@ class _BundleWriter:
             if not all([isinstance(self._remote(place), MappedWriter) for place in places]):  # noqa: C419 - quicker
                 self._write_replicas(position, window)
             elif data_nbytes <= SMALL_NBYTES and len(places) == 1:
-                runs.add(position, places[0], header_nbytes(len(puts[position].key), len(parts)) + data_nbytes)
+                small.append(position)
             else:
                 mapped.append(position)
                 mapped_nbytes += data_nbytes
         for rest in self._bundles.values():
             # This thread writes a bundle that is alone, unless it has something else to write.
-            is_only = not self._num_started and len(self._bundles) == 1 and not mapped and not runs
+            is_only = not self._num_started and len(self._bundles) == 1 and not mapped and not small
             self._collect(window.add(rest.write, len(rest.replicas), rest, is_only=is_only))
-        for run in runs.all():
-            self._write_run(run)
+        self._write_small(small)
         for_each(self._tools.engine, mapped, mapped_nbytes, self._write_mapped)
         for position, placement, error in self._failed:
             self._fail(position, placement, error)
@@ -212,17 +188,8 @@ class _BundleWriter:
 
     def _views(self, position: int) -> list[memoryview]:
         """Return the object's header and pieces."""
-        put, parts = self._puts[position], self._pieces[position]
-        header = pack_header(
-            put.key,
-            self._granted.generations[position],
-            [part.nbytes for part in parts],
-            self._checksums.of(position),
-            kind=put.kind,
-            identity=put.identity,
-            valid_tokens=put.valid_tokens,
-        )
-        return [memoryview(header), *parts]
+        generation, checksums = self._granted.generations[position], self._checksums.of(position)
+        return object_views(self._puts[position], generation, self._pieces[position], checksums)
 
     def _remote(self, placement: Placement) -> RemoteSegment | MappedWriter | MoonpoolError:
         remote = self._remotes.get(placement.segment)
@@ -230,26 +197,58 @@ class _BundleWriter:
             remote = self._remotes[placement.segment] = self._open(placement)
         return remote
 
-    def _write_run(self, run: ObjectRun) -> None:
-        """Write neighbouring small objects with one copy."""
-        if len(run.positions) == 1:
-            self._write_mapped(run.positions[0])
-            return
-        remote = self._remotes[run.segment]
+    def _are_small_in_one(self, positions: Sequence[int]) -> bool:
+        """Return whether all of these are small objects of one piece with one replica, in one mapped segment."""
+        pieces, replicas = self._pieces, self._granted.replicas
+        if not positions or any([len(pieces[at]) != 1 or len(replicas[at]) != 1 for at in positions]):  # noqa: C419
+            return False
+        first = replicas[positions[0]][0]
+        return (
+            max([pieces[at][0].nbytes for at in positions]) <= SMALL_NBYTES
+            and {replicas[at][0].segment for at in positions} == {first.segment}
+            and isinstance(self._remote(first), MappedWriter)
+        )
+
+    def _write_small(self, positions: Sequence[int]) -> None:
+        """Write small objects with one replica each: neighbours with one copy."""
+        places = [self._granted.replicas[at][0] for at in positions]
+        sizes = [self._object_nbytes(at) for at in positions]
+        granules = [-(-nbytes // GRANULE_NBYTES) for nbytes in sizes]
+        for run in neighbours(places, granules):
+            if run.stop - run.start == 1:
+                self._write_mapped(positions[run.start])
+            else:
+                self._write_run(positions[run], places[run], sizes[run], granules[run])
+
+    def _object_nbytes(self, position: int) -> int:
+        """Return the size of header and pieces."""
+        parts = self._pieces[position]
+        data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
+        return header_nbytes(len(self._puts[position].key), len(parts)) + data_nbytes
+
+    def _write_run(
+        self, positions: Sequence[int], places: Sequence[Placement], sizes: Sequence[int], granules: Sequence[int]
+    ) -> None:
+        remote = self._remotes[places[0].segment]
         assert isinstance(remote, MappedWriter), "only objects in mapped segments come here"
+        puts, pieces, checksums = self._puts, self._pieces, self._checksums
         parts: list[bytes | memoryview] = []
-        stamps: list[tuple[int, int]] = []
-        for position in run.positions:
-            views = self._views(position)
-            nbytes = sum([view.nbytes for view in views])
-            granules = num_granules(nbytes)
-            parts += views
-            if granules * GRANULE_NBYTES > nbytes:
-                parts.append(bytes(granules * GRANULE_NBYTES - nbytes))
-            stamps.append((self._granted.generations[position], granules))
-        if not remote.write_run(run.offset, parts, stamps):
-            for position in run.positions:
-                self._write_mapped(position)
+        generations = [place.generation for place in places]
+        for at, generation, nbytes in zip(positions, generations, sizes, strict=True):
+            put, data = puts[at], pieces[at]
+            if len(data) == 1:
+                (checksum,) = checksums.of(at)
+                parts += pack_single(
+                    put.key, generation, data[0].nbytes, checksum, put.kind, put.identity, put.valid_tokens
+                )
+                parts.append(data[0])
+            else:
+                parts += self._views(at)
+            parts.append(_ZEROS[: -nbytes % GRANULE_NBYTES])
+        stamps = np.repeat(np.array(generations, np.uint64), granules)
+        if not remote.write_run(places[0].offset, parts, stamps):
+            for at in positions:
+                self._write_mapped(at)
 
     def _write_mapped(self, position: int) -> None:
         """Write all replicas of one object. Any thread may call this."""
@@ -362,5 +361,10 @@ class _RemoteBundle:
 
 
 def _pieces_of(put: Put) -> list[memoryview]:
-    views = [as_bytes_view(buffer, False) for buffer in put.buffers]
+    buffers = put.buffers
+    if len(buffers) == 1 and type(buffers[0]) is memoryview:  # mostly: nothing is made of it
+        view = buffers[0]
+        if 0 < view.nbytes <= OPAQUE_PIECE_NBYTES and view.format == "B" and view.ndim == 1 and view.c_contiguous:
+            return [view]
+    views = [as_bytes_view(buffer, False) for buffer in buffers]
     return gather(views, OPAQUE_PIECE_NBYTES) if put.kind is _OPAQUE else views

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar
 import msgspec
 
 from moonpool.base.errors import AlreadyExists, FewerReplicas, InvalidInput, MoonpoolError
-from moonpool.base.object_header import NO_IDENTITY, ObjectKind, header_nbytes
+from moonpool.base.object_header import NO_IDENTITY, ObjectKind, header_nbytes, pack_header, pack_single
 from moonpool.store.keys_text import Key, key_bytes
 from moonpool.store.messages import PutOptions, PutStart
 from moonpool.transfer.memory.buffers import Buffer
@@ -101,6 +101,24 @@ class Put(PutSpec, frozen=True):
     buffers: Sequence[Buffer]
 
 
+def object_views(put: Put, generation: int, parts: Sequence[memoryview], checksums: Sequence[int]) -> list[memoryview]:
+    """Return the object as it is written: its header, then its pieces, which have these checksums."""
+    if len(parts) == 1:  # mostly
+        nbytes, (checksum,) = parts[0].nbytes, checksums
+        head, padding = pack_single(put.key, generation, nbytes, checksum, put.kind, put.identity, put.valid_tokens)
+        return [memoryview(head + padding), parts[0]]
+    header = pack_header(
+        put.key,
+        generation,
+        [part.nbytes for part in parts],
+        checksums,
+        kind=put.kind,
+        identity=put.identity,
+        valid_tokens=put.valid_tokens,
+    )
+    return [memoryview(header), *parts]
+
+
 class PutRequest(PutSpec, frozen=True):
     """An object whose pieces will be written one by one."""
 
@@ -120,6 +138,11 @@ def bundle_puts(
     requests: Sequence[W], sizes: Sequence[int], positions: Sequence[int], max_nbytes: int = MAX_BATCH_NBYTES
 ) -> Iterator[list[int]]:
     """Yield the positions in bundles for one PutStart each: same options, same identity, at most `max_nbytes`."""
+    if positions and len(positions) == len(requests) <= MAX_BATCH_OBJECTS and sum(sizes) <= max_nbytes:
+        options, identity = requests[0].options, requests[0].identity
+        if all([each.options is options and each.identity is identity for each in requests]):  # noqa: C419 - quicker
+            yield list(positions)
+            return
     alike: dict[tuple[PutOptions, bytes], list[int]] = {}
     last: W | None = None
     members: list[int] = []

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import MoonpoolError, StaleGeneration, Unauthorized, Unavailable
-from moonpool.base.object_header import pack_header
 from moonpool.store.client.ahead import HeldPlace
-from moonpool.store.client.put_request import Put
+from moonpool.store.client.put_request import Put, object_views
 from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
 
 
@@ -50,14 +49,6 @@ class SmallPuts:
 
     def _write(self, put: Put, parts: Sequence[memoryview], held: HeldPlace) -> None:
         place, generation = held.place, held.generation
-        header = pack_header(
-            put.key,
-            generation,
-            [part.nbytes for part in parts],
-            [crc32c(part) for part in parts],
-            kind=put.kind,
-            identity=put.identity,
-            valid_tokens=put.valid_tokens,
-        )
+        views = object_views(put, generation, parts, [crc32c(part) for part in parts])
         remote = self._tools.sessions.open_for_writing(place, held.session)
-        remote.write_views(place.offset, [memoryview(header), *parts], generation, self._tools.timeout_s)
+        remote.write_views(place.offset, views, generation, self._tools.timeout_s)

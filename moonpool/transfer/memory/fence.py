@@ -82,27 +82,21 @@ class Fence:
             if bytes(raw) != _repeated(generation, end - first):
                 raise self._stale(offset, self._newest(first, end), generation)
 
-    def admit_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
-        """Admit spans that follow each other from a granule's start on. `stamps` has (generation, number of granules)
-        of each. Return False, stamping none, when one of them may be too old: they are not checked one by one.
+    def admit_run(self, offset: int, stamps: NDArray[np.uint64]) -> bool:
+        """Admit spans that follow each other from a granule's start on. `stamps` has the generation of each granule.
+        Return False, stamping none, when one of them may be too old: they are not checked one by one.
         """
-        raw = self._run(offset, stamps)
+        first = offset // self.granule_nbytes
         with self._lock:
-            first = offset // self.granule_nbytes
-            if self._newest(first, first + raw.nbytes // GENERATION_NBYTES) > min(stamps)[0]:
+            if self._newest(first, first + len(stamps)) > stamps.min():
                 return False
-            raw[:] = _stamped(stamps)
+            self._table[first : first + len(stamps)] = stamps
         return True
 
-    def has_run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> bool:
+    def has_run(self, offset: int, stamps: NDArray[np.uint64]) -> bool:
         """Return whether confirm() of each span would pass."""
-        return bytes(self._run(offset, stamps)) == _stamped(stamps)
-
-    def _run(self, offset: int, stamps: Sequence[tuple[int, int]]) -> memoryview:
-        """Return the cells of such spans, as bytes."""
         first = offset // self.granule_nbytes
-        count = sum([granules for _, granules in stamps])
-        return self._raw[first * GENERATION_NBYTES : (first + count) * GENERATION_NBYTES]
+        return np.array_equal(self._table[first : first + len(stamps)], stamps)
 
     def stamp(self, offset: int, nbytes: int, generation: int) -> None:
         """For the owner: give the touched granules to `generation`, whatever they carried."""
@@ -181,10 +175,6 @@ class Fence:
 def _repeated(generation: int, count: int) -> bytes:
     """Return `count` cells of the table that all carry this generation."""
     return generation.to_bytes(GENERATION_NBYTES, sys.byteorder) * count
-
-
-def _stamped(stamps: Sequence[tuple[int, int]]) -> bytes:
-    return b"".join([_repeated(generation, count) for generation, count in stamps])
 
 
 def make_fence(nbytes: int, granule_nbytes: int | None) -> Fence | None:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, MoonpoolError, PeerLost
 from moonpool.transfer.memory.buffers import Buffer, DeviceSpan, as_bytes_view, copy_bytes, total_nbytes
@@ -198,9 +201,9 @@ class MappedWriter:
         if fence is not None:
             fence.confirm(offset, nbytes, generation)
 
-    def write_run(self, offset: int, parts: Sequence[bytes | memoryview], stamps: Sequence[tuple[int, int]]) -> bool:
+    def write_run(self, offset: int, parts: Sequence[bytes | memoryview], stamps: NDArray[np.uint64]) -> bool:
         """Objects that follow each other from a granule's start on, each of whole granules, by one copy; `stamps` has
-        the generation and the number of granules of each. False when they are to be written one by one: one of them
+        the generation of each granule. False when they are to be written one by one: one of them
         may be too old, or there is no fence.
         """
         fence, data = self._fence, b"".join(parts)
