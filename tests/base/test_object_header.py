@@ -146,6 +146,8 @@ def test_the_short_way_leaves_unusual_headers_to_the_long_way() -> None:
 
 
 @given(st.binary(min_size=1, max_size=300), st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 2**32 - 1))
-def test_a_header_of_one_piece_is_the_same_in_two_parts(key: bytes, generation: int, nbytes: int, checksum: int) -> None:
+def test_a_header_of_one_piece_is_the_same_in_two_parts(
+    key: bytes, generation: int, nbytes: int, checksum: int
+) -> None:
     whole = pack_header(key, generation, [nbytes], [checksum], kind=ObjectKind.BLOCK, valid_tokens=7)
     assert b"".join(pack_single(key, generation, nbytes, checksum, ObjectKind.BLOCK, NO_IDENTITY, 7)) == whole

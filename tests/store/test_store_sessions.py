@@ -20,6 +20,7 @@ from moonpool.base.errors import (
     InvalidInput,
     MoonpoolError,
     NotFound,
+    PeerLost,
     StaleGeneration,
     Unavailable,
 )
@@ -29,7 +30,7 @@ from moonpool.store.client import ClientConfig, PutOptions
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.client.read_session import ReadSession
-from moonpool.store.messages import ObjectInfo
+from moonpool.store.messages import Lookup, ObjectInfo
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.transports.mapped import MappedRemote
@@ -324,3 +325,19 @@ def test_a_put_that_was_discarded_fails_alone(pool: LocalPool) -> None:
         errors = client.piece_puts.write(layer([*old, *new], 0))
         assert [type(error) for error in errors] == [StaleGeneration, type(None)]
         client.piece_puts.abort([*old, *new])
+
+
+def test_a_place_is_opened_for_writing_only_by_who_is_registered_there_now(pool: LocalPool) -> None:
+    client = pool.client(shm=True)
+    client.put("a", b"1")
+    (info,) = client.master.call(Lookup([b"a"]))
+    assert info is not None
+    sessions = client._puts._tools.sessions
+    place, number = info.replicas[0], sessions.session()
+    assert sessions.open_for_writing(place, number) is sessions.open_for_writing(place, number)
+    with pytest.raises(PeerLost):
+        sessions.open_for_writing(place, 0)
+    sessions.open_for_writing(place, number)
+    sessions._registered = frozenset()  # as after the node has left
+    with pytest.raises(PeerLost):
+        sessions.open_for_writing(place, number)
