@@ -18,9 +18,9 @@ import numpy as np
 
 from moonpool.base.errors import MoonpoolError, Unauthorized, Unavailable
 from moonpool.base.object_header import ObjectKind, header_nbytes, pack_single
+from moonpool.store.client.bundle_checksums import BundleChecksums
 from moonpool.store.client.cuts import gather
 from moonpool.store.client.object_runs import neighbours
-from moonpool.store.client.piece_checksums import PieceChecksums
 from moonpool.store.client.put_calls import GrantedPuts, PutCalls
 from moonpool.store.client.put_request import MAX_BATCH_NBYTES, Put, bundle_puts, object_views
 from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
@@ -133,13 +133,13 @@ class _Bundle:
 
     def __init__(self, positions: list[int], puts: list[Put], pieces: list[list[memoryview]], sizes: list[int]) -> None:
         self.positions, self.puts, self.pieces, self.sizes = positions, puts, pieces, sizes
-        self.checksums = PieceChecksums(pieces)
+        self.checksums = BundleChecksums(pieces)
 
 
 class _BundleWriter:
     """Writes the bytes of one bundle."""
 
-    def __init__(self, granted: GrantedPuts, checksums: PieceChecksums, tools: PutTools, calls: PutCalls) -> None:
+    def __init__(self, granted: GrantedPuts, checksums: BundleChecksums, tools: PutTools, calls: PutCalls) -> None:
         self._granted, self._checksums, self._tools, self._calls = granted, checksums, tools, calls
         self._puts: Sequence[Put] = ()
         self._pieces: Sequence[list[memoryview]] = ()

@@ -9,7 +9,7 @@ from moonpool.base.checksum import crc32c
 _STEP_NBYTES = 256 * 1024  # checksum this much, then look whether the master has answered
 
 
-class PieceChecksums:
+class BundleChecksums:
     """Checksums of the pieces of one bundle, by position. The first ones are computed while the master answers."""
 
     def __init__(self, pieces: Sequence[list[memoryview]]) -> None:
