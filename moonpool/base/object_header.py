@@ -51,7 +51,7 @@ class ObjectKind(IntEnum):
     BLOCK = 1
 
 
-_KINDS = frozenset(map(int, ObjectKind))
+KINDS = frozenset(map(int, ObjectKind))
 _CHECKSUM_KINDS = frozenset(map(int, ChecksumKind))
 _CRC32C = int(ChecksumKind.CRC32C)
 
@@ -244,7 +244,7 @@ def read_fields(memory: bytes | bytearray | memoryview, offset: int = 0) -> Head
         raise Corrupt("object header sizes do not add up")
     if pieces[-1] != crc32c(raw[:-4]):
         raise Corrupt("object header checksum does not match")
-    if kind not in _KINDS or check not in _CHECKSUM_KINDS:
+    if kind not in KINDS or check not in _CHECKSUM_KINDS:
         raise Corrupt("object header of an unknown kind")
     if count == 1:  # mostly
         sizes, checksums = (pieces[0],), (pieces[1],)
@@ -279,7 +279,7 @@ def read_plain(
         and (identity is None or whose == identity)
         and magic == MAGIC
         and (version, check, size, num, key_size) == (VERSION, _CRC32C, ALIGN_NBYTES, 1, len(key))
-        and kind in _KINDS
+        and kind in KINDS
         and crc == crc32c(raw[:-4])
     )
     return int(checksum) if is_plain else None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 from facade_pool import FacadePool, facade_pool
@@ -15,10 +14,8 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.errors import IdentityMismatch, InvalidInput, StaleGeneration
 from moonpool.base.object_header import ALIGN_NBYTES, GENERATION_AT, pack_header, void
 from moonpool.store import Store
-from moonpool.store.client.recovery import Targets
-from moonpool.store.client.small_read import copy_small, fetch_small, has_room
+from moonpool.store.client.small_read import copy_small
 from moonpool.store.messages import ObjectInfo, Placement
-from moonpool.transfer.transports.base import RemoteSegment
 
 PIECES = st.lists(st.binary(max_size=64), min_size=1, max_size=4).filter(any)
 PLACE = Placement("s", ALIGN_NBYTES, 1, 7)
@@ -37,7 +34,6 @@ def test_it_is_copied_as_it_was_put(pieces: list[bytes], room: int, is_remembere
     memory, info = stored(pieces)
     data = b"".join(pieces)
     view = memoryview(bytearray(b"?" * (len(data) + room)))
-    assert has_room(info, [view])
     assert copy_small(memoryview(memory), PLACE.offset, info, PLACE, None, view, is_remembered) == len(data)
     assert view == data + b"?" * room
     assert copy_small(memoryview(memory), PLACE.offset, info, PLACE, None, None, is_remembered) == data
@@ -76,16 +72,6 @@ def test_space_that_changes_hands_during_the_copy_is_found() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "targets", "fits"),
-    [(0, None, False), (8, None, True), (8, [8], True), (8, [7], False), (8, [4, 4], False), (300 * 1024, None, False)],
-)
-def test_only_small_ones_with_room_are_read_so(nbytes: int, targets: list[int] | None, fits: bool) -> None:
-    info = ObjectInfo(key=b"k", nbytes=ALIGN_NBYTES + nbytes, replicas=(PLACE,), lease_s=1.0)
-    views: Targets = None if targets is None else [memoryview(bytearray(size)) for size in targets]
-    assert has_room(info, views) == fits
-
-
 # at remembered places
 
 
@@ -121,53 +107,6 @@ def test_values_of_another_identity_are_refused_at_remembered_places(pool: Facad
     assert reader.get_many(["k"], identity=one) == [b"value"]
     (got,) = reader.get_many_into(["k"], [bytearray(5)], identity=other)
     assert isinstance(got, IdentityMismatch)
-
-
-# in batches, from a segment whose owner checks generations
-
-
-class Owner:
-    """A remote segment in this process. `lost` are generations that the owner finds to be given away."""
-
-    def __init__(self, memory: bytearray, lost: set[int]) -> None:
-        self._memory, self._lost = memory, lost
-
-    def read_expecting(
-        self, batches: Iterable[Sequence[tuple[int, memoryview, int]]], *, timeout_s: float
-    ) -> Generator[set[int], None, None]:
-        for items in list(batches):  # all are under way before the first arrives
-            for offset, view, _ in items:
-                view[:] = self._memory[offset : offset + view.nbytes]
-            yield {at for at, (_, _, generation) in enumerate(items) if generation in self._lost}
-
-
-@given(
-    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=150),
-    lost=st.sets(st.integers(1, 150)),
-    damaged=st.sets(st.integers(1, 150)),
-    is_new=st.booleans(),
-)
-def test_a_batch_has_every_object_that_passes_the_checks(
-    sizes: list[int], lost: set[int], damaged: set[int], is_new: bool
-) -> None:
-    memory, found, values, targets = bytearray(), [], [], list[Targets]()
-    for at, nbytes in enumerate(sizes):
-        key, generation, value = b"%d" % at, at + 1, bytes([at]) * nbytes
-        place = Placement("s", len(memory), 1, generation)
-        memory += pack_header(key, generation, [nbytes], [crc32c(value)]) + value
-        if generation in damaged:
-            memory[-1] ^= 1
-        found.append((at, ObjectInfo(key, len(memory) - place.offset, (place,), 1.0), place))
-        values.append(value)
-        targets.append(None if is_new else [memoryview(bytearray(nbytes))])
-    owner = cast("RemoteSegment", Owner(memory, lost))
-    got = dict(fetch_small(owner, found, targets, None, is_remembered=False, time_for=lambda nbytes: 1.0))
-    right = set(range(len(sizes))) - {generation - 1 for generation in lost | damaged}
-    assert set(got) == right
-    for position in right:
-        into = targets[position]
-        assert got[position] == (values[position] if into is None else sizes[position])
-        assert into is None or into[0] == values[position]
 
 
 def test_batches_of_small_and_large_objects_are_read(pool: FacadePool, reader: Store) -> None:

@@ -31,10 +31,10 @@ from moonpool.base.errors import (
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectKind
 from moonpool.store import Store
 from moonpool.store.client import OPAQUE_PIECE_NBYTES, ClientConfig, ObjectView, Put, PutOptions
+from moonpool.store.client.batch_read import BatchRead
 from moonpool.store.client.directory import SegmentDirectory
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
-from moonpool.store.client.reads import BatchRead
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine

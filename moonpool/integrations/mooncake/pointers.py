@@ -7,6 +7,7 @@ affected.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.integrations.mooncake.base_store import StoreBase
@@ -14,6 +15,7 @@ from moonpool.integrations.mooncake.codes import ErrorCode, code_of, transfer_co
 from moonpool.integrations.mooncake.device_memory import MemoryStage
 from moonpool.integrations.mooncake.types import ReplicateConfig
 from moonpool.store.client import Put
+from moonpool.store.keys_text import keys_bytes
 
 _OK = ErrorCode.OK  # looking an attribute up takes longer than using it
 
@@ -67,10 +69,7 @@ class PointerCalls(StoreBase):
         target = self._view("get", key, (buffer_ptr,), (size,)) if view is None else [view]
         if not target:
             return ErrorCode.INVALID_PARAMS
-        outcome = self._ask(
-            "get", lambda client: client.get_many_into((self._key(key),), (target,))[0], lambda code: code
-        )
-        return outcome if type(outcome) is int else self._code("get", key, outcome)
+        return self._read_into([key], [target])[0]
 
     def batch_put_from(
         self,
@@ -131,20 +130,28 @@ class PointerCalls(StoreBase):
         self, keys: Sequence[str], targets: Sequence[list[memoryview]], stage: MemoryStage | None
     ) -> list[int]:
         """Read values into their memory; those without memory are -600."""
-        results: list[int] = [ErrorCode.INVALID_PARAMS] * len(keys)
-        usable = [at for at, target in enumerate(targets) if target]
-        outcomes = self._ask(
-            "get",
-            lambda client: client.get_many_into(
-                self._keys([keys[at] for at in usable]), [targets[at] for at in usable]
-            ),
-            lambda code: code,
-        )
-        for number, at in enumerate(usable):
-            outcome = outcomes if isinstance(outcomes, int) else outcomes[number]
-            results[at] = self._code("get", keys[at], outcome)
+        if all(targets):
+            results = self._read_into(keys, targets)
+        else:
+            results = [ErrorCode.INVALID_PARAMS] * len(keys)
+            usable = [at for at, target in enumerate(targets) if target]
+            codes = self._read_into([keys[at] for at in usable], [targets[at] for at in usable])
+            for at, found in zip(usable, codes, strict=True):
+                results[at] = found
         code = self._copy("get", stage, lambda used: used.write_back(results))
         return results if code == ErrorCode.OK else [code if result >= 0 else result for result in results]
+
+    def _read_into(self, keys: Sequence[str], targets: Sequence[list[memoryview]]) -> list[int]:
+        """Read values into their memory. Return for each the number of bytes, or its error's."""
+        outcomes = self._ask(
+            "get", lambda client: client.read_into(keys_bytes(self._keys(keys)), targets, None), lambda code: code
+        )
+        if isinstance(outcomes, int):
+            return [outcomes] * len(keys)
+        return [
+            self._code("get", key, each) if isinstance(each, MoonpoolError) else each
+            for key, each in zip(keys, cast("list[int | MoonpoolError]", outcomes), strict=True)
+        ]
 
     def _put_one(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from operator import add
 from pathlib import Path
 
 from moonpool.base.errors import InvalidInput
@@ -68,8 +69,10 @@ class RegisteredMemory:
         """view() of each, of as many sizes as addresses. Batches of a thousand are made here: most of their memory is
         in one range, which is looked up once.
         """
+        whole, start, end = self._last
+        if addresses and min(addresses) >= start and min(sizes) >= 0 and max(map(add, addresses, sizes)) <= end:
+            return [whole[at - start : at - start + nbytes] for at, nbytes in zip(addresses, sizes, strict=True)]
         found: list[memoryview] = []
-        whole, start, end = _NO_RANGE
         for address, nbytes in zip(addresses, sizes, strict=True):
             if not (start <= address and nbytes >= 0 and address + nbytes <= end):
                 whole, start, end = self._range_of(address, nbytes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -58,12 +58,21 @@ class RememberedPlaces:
         """Remember what a look-up found that was sent at `asked_s`."""
         if not self.max_objects:
             return
-        found = [self._in_memory(info) for info in infos if info is not None and info.remember_s > 0.0]
+        found: dict[bytes, _Remembered] = {}
+        segment, incarnation = "", -1  # of the last place that was in memory: mostly the next one's, too
+        for info in infos:
+            if info is None or info.remember_s <= 0.0:
+                continue
+            replicas = info.replicas
+            if len(replicas) != 1 or replicas[0].segment != segment or replicas[0].incarnation != incarnation:
+                info = self._in_memory(info)
+                if not info.replicas:
+                    continue
+                segment, incarnation = info.replicas[0].segment, info.replicas[0].incarnation
+            found[info.key] = (info, asked_s + info.remember_s * _CLOCKS_AGREE)
         with self._lock:
             objects = self._objects
-            for info in found:
-                if info.replicas:
-                    objects[info.key] = (info, asked_s + info.remember_s * _CLOCKS_AGREE)
+            objects.update(found)
             excess = len(objects) - self.max_objects
             if excess > 0:
                 for key in list(islice(objects, excess)):
@@ -78,7 +87,7 @@ class RememberedPlaces:
         """Return the objects whose places are remembered."""
         if not self._objects:
             return [None] * len(keys)
-        found = [self._objects.get(key) for key in keys]
+        found = list(map(self._objects.get, keys))
         return [None if each is None or each[1] <= now_s else each[0] for each in found]
 
     def find_one(self, key: bytes, now_s: float) -> ObjectInfo | None:
@@ -90,6 +99,14 @@ class RememberedPlaces:
         """Return whether these places were still remembered when their bytes were here: call it after the read."""
         found = self._objects.get(info.key)
         return found is not None and now_s < found[1] and found[0].replicas == info.replicas
+
+    def are_valid(self, infos: Sequence[ObjectInfo], now_s: float) -> bool:
+        """Return whether is_valid() is sure for all of them."""
+        found = list(map(self._objects.get, [info.key for info in infos]))
+        if None in found:
+            return False
+        known = cast("list[_Remembered]", found)
+        return [info for info, _ in known] == infos and now_s < min([until_s for _, until_s in known])
 
     def forget(self, key: bytes) -> None:
         with self._lock:
@@ -105,14 +122,13 @@ class RememberedPlaces:
                     return
         self.used((info,))
 
-    def used(self, infos: Iterable[ObjectInfo]) -> None:
+    def used(self, infos: Sequence[ObjectInfo]) -> None:
         """Count these reads, and report them when there are many, or when the first is some time ago."""
         now_s = self._clock.now_s()
         with self._lock:
-            for info in infos:
-                if not self._uses:
-                    self._report_at_s = now_s + _REPORT_AFTER * info.remember_s
-                self._uses[info.key] = info
+            if not self._uses:
+                self._report_at_s = now_s + _REPORT_AFTER * infos[0].remember_s
+            self._uses.update([(info.key, info) for info in infos])
             if len(self._uses) < _REPORTED_USES and now_s < self._report_at_s:
                 return
             uses, self._uses = self._uses, {}

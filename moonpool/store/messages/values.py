@@ -42,7 +42,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True, gc=False):
     generation: int
 
 
-class ObjectInfo(msgspec.Struct, frozen=True, array_like=True):
+class ObjectInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A readable object. `nbytes` is the size of header and pieces; the lease ends `lease_s` after the answer.
 
     Replicas in memory come before those on disk. For `remember_s` after the question was sent, a reader may read the

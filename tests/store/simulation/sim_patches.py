@@ -39,9 +39,9 @@ import moonpool.node.ssd.log
 import moonpool.node.ssd.recovery
 import moonpool.node.ssd_tier
 import moonpool.store.client.ahead
+import moonpool.store.client.batch_read
 import moonpool.store.client.directory
 import moonpool.store.client.master_client
-import moonpool.store.client.reads
 import moonpool.store.client.remembered
 import moonpool.store.client.session_client
 import moonpool.store.client.small_read
@@ -244,7 +244,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (moonpool.store.client.directory, "host_id", lambda: _world().scheduler.current.host),
         *[
             (module, "check_header", _with_pauses(module.check_header))
-            for module in (moonpool.store.client.reads, moonpool.store.client.small_read)
+            for module in (moonpool.store.client.batch_read, moonpool.store.client.small_read)
         ],
         *[
             (moonpool.node.ssd.log.SsdLog, name, _with_pauses(getattr(moonpool.node.ssd.log.SsdLog, name)))
