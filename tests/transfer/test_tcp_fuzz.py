@@ -37,9 +37,10 @@ from moonpool.transfer.transports.shm.transport import ShmRemote
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     FrameOp,
+    Request,
     pack_answer,
     pack_refusal,
-    pack_requests,
+    pack_request,
     pack_response,
     unpack_error,
     unpack_request,
@@ -137,7 +138,7 @@ def test_a_guarded_owner_fed_damaged_proofs(times: int) -> None:
     """Whoever has not proved itself changes nothing, whatever it sends after."""
     owner = Owner(Guard(secret=GUARD.secret, timeout_s=5.0, max_unproven=16))
     shadow = Memories(NBYTES)
-    write = pack_requests(FrameOp.WRITE, "seg", 1, [(1, 0, 4, 1)])[0] + b"evil"
+    write = pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 0, 4, 1)) + b"evil"
 
     def run(hostile: Hostile) -> int:
         for _ in range(50):

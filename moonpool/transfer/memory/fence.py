@@ -82,6 +82,17 @@ class Fence:
             if bytes(raw) != _repeated(generation, end - first):
                 raise self._stale(offset, self._newest(first, end), generation)
 
+    def carries(
+        self, offsets: NDArray[np.uint64], sizes: NDArray[np.uint64], generations: NDArray[np.uint64]
+    ) -> NDArray[np.bool_]:
+        """Return for each span, of at least one byte inside the segment, whether confirm() would pass."""
+        granule_nbytes = np.uint64(self.granule_nbytes)
+        firsts, lasts = offsets // granule_nbytes, (offsets + sizes - np.uint64(1)) // granule_nbytes
+        found: NDArray[np.bool_] = self._table[firsts] == generations
+        for step in range(1, int((lasts - firsts).max(initial=0)) + 1):
+            found &= self._table[np.minimum(firsts + np.uint64(step), lasts)] == generations
+        return found
+
     def admit_run(self, offset: int, stamps: NDArray[np.uint64]) -> bool:
         """Admit spans that follow each other from a granule's start on. `stamps` has the generation of each granule.
         Return False, stamping none, when one of them may be too old: they are not checked one by one.

@@ -30,6 +30,7 @@ from moonpool.transfer.memory.fence import Fence
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.base import check_bounds
 from moonpool.transfer.transports.sockets import receive_exactly, receive_present, wait_readable
+from moonpool.transfer.transports.tcp.frame_columns import read_run
 from moonpool.transfer.transports.tcp.frames import (
     REQUEST_NBYTES,
     START_NBYTES,
@@ -41,10 +42,12 @@ from moonpool.transfer.transports.tcp.frames import (
     check_start,
     pack_answer,
     pack_refusal,
+    pack_request,
     pack_response,
     pack_verdict,
     unpack_request,
 )
+from moonpool.transfer.transports.tcp.read_runs import GATHER_NBYTES, answer_run
 from moonpool.transfer.transports.tcp.streams import DIRECT_NBYTES, INBOX_NBYTES, PART_NBYTES, Inbox, ResponseQueue
 
 _PART_NBYTES = 1024 * 1024
@@ -79,7 +82,6 @@ def parts_of(buffer: memoryview, nbytes: int) -> Iterator[tuple[int, memoryview]
 
 
 _DISCARD_NBYTES = 64 * 1024
-GATHER_NBYTES = 32 * 1024  # data of a READ below this is copied rather than sent from where it lies
 
 
 class TcpConnection:
@@ -128,6 +130,8 @@ class TcpConnection:
             nbytes = request.nbytes if request.op is FrameOp.WRITE else 0
             self._inbox.expect(nbytes)
             self._is_alone = self._is_alone and not self._inbox.nbytes and nbytes < DIRECT_NBYTES
+            if request.op is FrameOp.READ and self._inbox.nbytes:
+                self._read_alike(request)
 
     def idle_s(self) -> float:
         """For how long the next request has been waited for."""
@@ -198,6 +202,20 @@ class TcpConnection:
         if fence is not None and (not segment.in_memory or request.nbytes >= GATHER_NBYTES):
             self._outbox.flush()  # the bytes have been taken when it returns
             self._outbox.add(pack_verdict(request.request_id, _verdict(fence, request)))
+
+    def _read_alike(self, request: Request) -> None:
+        """Answer further READs that came together with this one and are like it; not those that are refused."""
+        raw = pack_request(request)
+        run = read_run(self._inbox.all(), raw)
+        if run is None:
+            return
+        try:
+            answers, count = answer_run(run, self._target(request))
+        except MoonpoolError:  # each is told
+            return
+        if count:
+            self._inbox.take(count * len(raw))
+            self._outbox.add(answers)
 
     def _expect(self, segment: Segment, request: Request) -> Fence | None:
         """The fence to ask again when the bytes have been taken; None when the READ expects no generation.

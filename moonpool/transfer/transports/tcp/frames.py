@@ -35,7 +35,6 @@ rules, or is damaged, closes the connection. Data of READs and WRITEs has no che
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -133,14 +132,8 @@ class Response(NamedTuple):
 
 def pack_request(request: Request) -> bytes:
     """Header and name; a WRITE's data follows. InvalidInput when a value does not fit its field."""
-    order = (request.request_id, request.offset, request.nbytes, request.generation)
-    return pack_requests(request.op, request.name, request.incarnation, [order])[0]
-
-
-def pack_requests(op: FrameOp, name: str, incarnation: int, orders: Iterable[tuple[int, int, int, int]]) -> list[bytes]:
-    """As pack_request(), for each (request_id, offset, nbytes, generation)."""
-    pack = RequestPacker(name, incarnation).pack
-    return [pack(op, *order) for order in orders]
+    packer = RequestPacker(request.name, request.incarnation)
+    return packer.pack(request.op, request.request_id, request.offset, request.nbytes, request.generation)
 
 
 class RequestPacker:

@@ -15,15 +15,17 @@ from typing import NamedTuple
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import MoonpoolError, ProtocolError, StaleGeneration
-from moonpool.transfer.transports.sockets import send_all
+from moonpool.transfer.transports.sockets import TimedSocket, send_all
+from moonpool.transfer.transports.tcp.answer_runs import AnswerRun
+from moonpool.transfer.transports.tcp.frame_columns import pack_run
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     VERDICT_NBYTES,
     FrameOp,
     FrameStatus,
     ReadVerdict,
+    RequestPacker,
     check_body,
-    pack_requests,
     pack_response,
     pack_verdict,
     unpack_error,
@@ -76,14 +78,16 @@ def merge_alike(items: Iterable[tuple[int, memoryview, int]]) -> list[PipelinedR
     orders: list[PipelinedRequest] = []
     end, nbytes, views, last = -1, 0, list[memoryview](), -1
     for offset, view, generation in items:
-        full = nbytes + view.nbytes > _MERGED_NBYTES or len(views) == _MERGED_ITEMS
-        if offset != end or generation != last or full:
-            nbytes, views, last = 0, [], generation
-            orders.append(PipelinedRequest(offset, 0, views, generation))
-        views.append(view)
-        nbytes += view.nbytes
-        end = offset + view.nbytes
-        orders[-1] = PipelinedRequest(end - nbytes, nbytes, views, generation)
+        here = view.nbytes
+        is_alike = offset == end and generation == last and nbytes + here <= _MERGED_NBYTES
+        if is_alike and len(views) < _MERGED_ITEMS:
+            views.append(view)
+            nbytes += here
+            orders[-1] = PipelinedRequest(offset + here - nbytes, nbytes, views, generation)
+        else:
+            nbytes, views, last = here, [view], generation
+            orders.append(PipelinedRequest(offset, here, views, generation))
+        end = offset + here
     return orders
 
 
@@ -99,7 +103,7 @@ class Pipeline:
     def __init__(self, sock: socket.socket, op: FrameOp, target: PipelineTarget, deadline: Deadline) -> None:
         self._sock = sock
         self._op = op
-        self._target = target
+        self._packer = RequestPacker(*target)
         self._deadline = deadline
         self._num_sent = self._num_answered = 0
         self._nbytes_ahead = 0  # asked for and not here yet
@@ -160,8 +164,7 @@ class Pipeline:
     def _heads_of(self, orders: Sequence[PipelinedRequest]) -> list[bytes]:
         first = self._num_sent + 1
         self._num_sent += len(orders)
-        numbered = [(number, each.offset, each.nbytes, each.generation) for number, each in enumerate(orders, first)]
-        return pack_requests(self._op, *self._target, numbered)
+        return pack_run(self._packer, self._op, first, [(offset, nbytes, last) for offset, nbytes, _, last in orders])
 
     def _send_data(self, orders: Sequence[PipelinedRequest]) -> None:
         parts: list[bytes | memoryview] = []
@@ -173,9 +176,8 @@ class Pipeline:
     def _receive(self, orders: Sequence[PipelinedRequest]) -> None:
         """Takes the answers to one run."""
         inbox, deadline, reading = self._inbox or self._make_inbox(orders), self._deadline, self._op is FrameOp.READ
-        for number, order in enumerate(orders, self._num_answered + 1):
-            if reading and _take_whole(inbox, number, order):
-                continue
+        num_taken = self._take_run(inbox, orders) if reading else 0
+        for number, order in enumerate(orders[num_taken:], self._num_answered + num_taken + 1):
             inbox.receive(RESPONSE_NBYTES, deadline)
             head, nbytes = inbox.take(RESPONSE_NBYTES), order.nbytes if reading else 0
             if head != pack_response(number, nbytes):
@@ -190,6 +192,21 @@ class Pipeline:
                 self._take_verdict(inbox, number, order)
         self._num_answered += len(orders)
         self._nbytes_ahead -= sum([order.nbytes for order in orders]) if reading else 0
+
+    def _take_run(self, inbox: Inbox, orders: Sequence[PipelinedRequest]) -> int:
+        """Take the answers to READs at the start of the run if all of the run are small ones that expect a generation
+        and nothing has been received yet. Return how many were taken.
+        """
+        sock = self._sock
+        if inbox.nbytes or not orders or type(sock) is not TimedSocket:
+            return 0
+        _, sizes, views, generations = zip(*orders, strict=True)
+        if min(generations) == 0 or max(sizes) >= DIRECT_NBYTES or set(map(len, views)) != {1}:
+            return 0
+        run = AnswerRun(self._num_answered + 1, sizes, [view for (view,) in views])
+        count, rest = run.receive(sock, self._deadline)
+        inbox.give_back(rest)
+        return count
 
     def _take_verdict(self, inbox: Inbox, number: int, order: PipelinedRequest) -> None:
         inbox.receive(VERDICT_NBYTES, self._deadline)
@@ -220,22 +237,3 @@ class Pipeline:
         if response.request_id == 0:
             raise error
         return error
-
-
-def _take_whole(inbox: Inbox, number: int, order: PipelinedRequest) -> bool:
-    """Take the answer to a READ that is in the inbox as a whole and is a plain success, as most small ones are. Return
-    False, with nothing taken, otherwise.
-    """
-    _, nbytes, views, generation = order
-    end = RESPONSE_NBYTES + nbytes
-    total_nbytes = end + VERDICT_NBYTES if generation else end
-    if inbox.nbytes < total_nbytes or len(views) != 1:
-        return False
-    frame = inbox.peek(total_nbytes)
-    if frame[:RESPONSE_NBYTES] != pack_response(number, nbytes):
-        return False
-    if generation and frame[end:] != pack_verdict(number, ReadVerdict.SAME):
-        return False
-    views[0][:] = frame[RESPONSE_NBYTES:end]
-    inbox.take(total_nbytes)
-    return True

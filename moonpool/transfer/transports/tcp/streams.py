@@ -65,6 +65,14 @@ class Inbox:
         self._end += count
         return count > 0
 
+    def give_back(self, data: bytes) -> None:
+        """Put bytes that were received past the inbox into it, which must be empty. It grows if they need it."""
+        assert self._start == self._end
+        if len(data) > self._capacity:
+            self._buffer, self._capacity = memoryview(bytearray(len(data))), len(data)
+        self._buffer[: len(data)] = data
+        self._start, self._end = 0, len(data)
+
     def take(self, nbytes: int) -> memoryview:
         """Return the next `nbytes`, which must have been received; valid until the next receive()."""
         start, self._start = self._start, self._start + nbytes

@@ -249,7 +249,7 @@ class TcpRemote(RemoteSegment):
         def orders() -> Iterator[list[PipelinedRequest]]:
             for items in batches:
                 placed = place_items([(offset, buffer) for offset, buffer, _ in items], self.nbytes, writable=True)
-                made = merge_alike([(*each, item[2]) for each, item in zip(placed, items, strict=True)])
+                made = merge_alike([(at, view, each[2]) for (at, view), each in zip(placed, items, strict=True)])
                 sizes.append([len(order.views) for order in made])
                 yield made
 
@@ -257,9 +257,12 @@ class TcpRemote(RemoteSegment):
             pipeline = Pipeline(sock, FrameOp.READ, self._target, Deadline(timeout_s))
             num_done = 0
             for _ in pipeline.in_turn(orders(), timeout_s):
-                of_batch = sizes.popleft()
-                refused = {at: pipeline.refusals.pop(num_done + at, None) for at in range(len(of_batch))}
+                of_batch, first = sizes.popleft(), num_done
                 num_done += len(of_batch)
+                if not pipeline.refusals:
+                    yield set()
+                    continue
+                refused = {at: pipeline.refusals.pop(first + at, None) for at in range(len(of_batch))}
                 yield _stale_items(of_batch, refused)
 
     def read_unchanged(self, offset: int, buffers: Sequence[Buffer], *, generation: int, timeout_s: float) -> None:

@@ -1,0 +1,76 @@
+"""The answers to a run of READs that expect generations, received straight into the caller's memory.
+
+As long as every READ succeeds, it is known in advance what comes: head, data and verdict of each. So the kernel puts
+the data where it belongs and all heads and verdicts side by side, where one comparison checks them. After each receive,
+what is here is compared; at the first answer that is another one, the bytes from there on are given back to the inbox,
+and the pipeline takes the answers one by one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from moonpool.base.clock import Deadline
+from moonpool.transfer.memory.buffers import cut
+from moonpool.transfer.transports.sockets import TimedSocket, after, receive_first
+from moonpool.transfer.transports.tcp.frames import (
+    RESPONSE_NBYTES,
+    VERDICT_NBYTES,
+    ReadVerdict,
+    pack_response,
+    pack_verdict,
+)
+
+_FRAMES_NBYTES = RESPONSE_NBYTES + VERDICT_NBYTES  # of one answer
+
+
+class AnswerRun:
+    """The answers to READs of these sizes into these views, one view each; the first has the number `first_number`."""
+
+    def __init__(self, first_number: int, sizes: Sequence[int], views: Sequence[memoryview]) -> None:
+        count = len(sizes)
+        self._frames = frames = bytearray(count * _FRAMES_NBYTES)
+        self._expected = b"".join(
+            [
+                frame
+                for number, nbytes in enumerate(sizes, first_number)
+                for frame in (pack_response(number, nbytes), pack_verdict(number, ReadVerdict.SAME))
+            ]
+        )
+        self._ends = list(accumulate([nbytes + _FRAMES_NBYTES for nbytes in sizes]))
+        self._room = _interleaved(memoryview(frames), views)
+
+    def receive(self, sock: TimedSocket, deadline: Deadline) -> tuple[int, bytes]:
+        """Return how many answers are here and are successes, and the bytes that have come behind them: b"" when all
+        are.
+        """
+        rest, num_here = self._room, 0
+        while rest:
+            count = receive_first(sock, rest, deadline)
+            num_here, rest = num_here + count, after(rest, count)
+            num_right = self._count_right(num_here)
+            if num_right is not None:
+                start = self._ends[num_right - 1] if num_right else 0
+                return num_right, b"".join(cut(self._room, start, num_here - start))
+        return len(self._ends), b""
+
+    def _count_right(self, num_here: int) -> int | None:
+        """Return how many answers are successes if another one has begun to arrive; None when all may be."""
+        num_whole = bisect_right(self._ends, num_here)
+        start = self._ends[num_whole - 1] if num_whole else 0
+        known = num_whole * _FRAMES_NBYTES + (RESPONSE_NBYTES if num_here - start >= RESPONSE_NBYTES else 0)
+        if self._frames[:known] == self._expected[:known]:
+            return None
+        wrong = next(at for at in range(known) if self._frames[at] != self._expected[at])
+        return wrong // _FRAMES_NBYTES
+
+
+def _interleaved(frames: memoryview, views: Sequence[memoryview]) -> list[memoryview]:
+    """Return the memory for what comes: each head, view and verdict in turn; a verdict and the next head as one."""
+    room = [frames[:RESPONSE_NBYTES]]
+    for end, view in enumerate(views, 1):
+        room.append(view)
+        room.append(frames[end * _FRAMES_NBYTES - VERDICT_NBYTES : end * _FRAMES_NBYTES + RESPONSE_NBYTES])
+    return room

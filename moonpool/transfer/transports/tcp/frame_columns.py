@@ -1,0 +1,100 @@
+"""Requests of one connection by the dozen: packed and taken apart by columns, as frames.py does it one by one.
+
+What all requests of a run have in common is compared or written once. One checksum per request remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.base.checksum import crc32c
+from moonpool.transfer.transports.tcp.frames import MAX_DATA_NBYTES, REQUEST_NBYTES, FrameOp, RequestPacker
+
+_CRC_NBYTES = 4
+_HEAD_NBYTES = REQUEST_NBYTES - _CRC_NBYTES  # what the checksum is of
+_LEAST_REQUESTS = 16  # for fewer, one by one is faster
+_MOST_REQUESTS = 128  # taken apart together
+_U64 = np.dtype("<u8")
+_MAX_OFFSET = (1 << 63) - 1 - MAX_DATA_NBYTES
+
+
+class ReadRun(NamedTuple):
+    """READs that follow each other on the wire, about one incarnation of one segment."""
+
+    request_ids: list[int]
+    offsets: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
+    generations: NDArray[np.uint64]
+
+    def first(self, count: int) -> ReadRun:
+        """Return the first ones alone."""
+        return ReadRun(
+            self.request_ids[:count],
+            self.offsets[:count],
+            self.sizes[:count],
+            self.generations[:count],
+        )
+
+
+@lru_cache(maxsize=64)
+def _layout(name_nbytes: int) -> np.dtype[np.void]:
+    """A request, as frames.py describes it, with the name behind it."""
+    return np.dtype(
+        [
+            ("start", np.uint8, 8),  # magic, version, op, name_nbytes
+            ("request_id", _U64),
+            ("incarnation", _U64),
+            ("offset", _U64),
+            ("nbytes", _U64),
+            ("generation", _U64),
+            ("name_crc", "<u4"),
+            ("crc", "<u4"),
+            ("name", np.uint8, name_nbytes),
+        ]
+    )
+
+
+def pack_run(packer: RequestPacker, op: FrameOp, first_id: int, orders: Sequence[tuple[int, int, int]]) -> list[bytes]:
+    """Return the requests, numbered from `first_id` on, for each (offset, nbytes, generation). InvalidInput when a
+    value does not fit its field.
+    """
+    offsets, sizes, generations = zip(*orders, strict=True) if orders else ((), (), ())
+    is_usual = len(orders) >= _LEAST_REQUESTS and min(map(min, orders)) >= 0 and max(sizes) <= MAX_DATA_NBYTES
+    if not is_usual or max(offsets) > _MAX_OFFSET or max(generations) > _MAX_OFFSET:
+        return [packer.pack(op, number, *order) for number, order in enumerate(orders, first_id)]
+    one = packer.pack(op, first_id, 0, 0, 0)
+    raw = bytearray(one * len(orders))
+    rows = np.frombuffer(raw, _layout(len(one) - REQUEST_NBYTES))
+    rows["request_id"] = np.arange(first_id, first_id + len(orders))
+    rows["offset"], rows["nbytes"], rows["generation"] = offsets, sizes, generations
+    starts = range(0, len(raw), len(one))
+    rows["crc"] = [crc32c(raw[at : at + _HEAD_NBYTES]) for at in starts]
+    packed = bytes(raw)
+    return [packed[at : at + len(one)] for at in starts]
+
+
+def read_run(frames: memoryview, first: bytes) -> ReadRun | None:
+    """Return the READs at the start of `frames` that differ from the request `first`, a READ that was checked, only in
+    number, place and generation. None when there are few.
+    """
+    size = len(first)
+    count = min(frames.nbytes // size, _MOST_REQUESTS)
+    if count < _LEAST_REQUESTS:
+        return None
+    raw = bytes(frames[: count * size])
+    layout = _layout(size - REQUEST_NBYTES)
+    rows, like = np.frombuffer(raw, layout), np.frombuffer(first, layout)
+    is_usual = rows["crc"] == [crc32c(raw[at : at + _HEAD_NBYTES]) for at in range(0, len(raw), size)]
+    for field in ("start", "name"):
+        is_usual &= (rows[field] == like[field]).all(axis=1)
+    for field in ("incarnation", "name_crc"):
+        is_usual &= rows[field] == like[field]
+    is_usual &= (rows["nbytes"] <= MAX_DATA_NBYTES) & (rows["offset"] <= _MAX_OFFSET)
+    if not is_usual.all():
+        rows = rows[: int(is_usual.argmin())]
+    return ReadRun(rows["request_id"].tolist(), rows["offset"], rows["nbytes"], rows["generation"])
