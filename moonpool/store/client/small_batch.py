@@ -55,12 +55,11 @@ class SmallBatch:
         """Copy objects that split_small() allows from these offsets of the memory. Return by position in `found` the
         bytes or their number; None when a check failed.
         """
-        groups = _by_key_nbytes(found)
-        if len(groups) == 1:
+        if len({len(info.key) for _, info, _ in found}) == 1:
             copied = self._copy_alike(memory, offsets, found)
         else:
             copied = [None] * len(found)
-            for group in groups:
+            for group in _by_key_nbytes(found):
                 got = self._copy_alike(memory, [offsets[at] for at in group], [found[at] for at in group])
                 for at, each in zip(group, got, strict=True):
                     copied[at] = each

@@ -44,6 +44,7 @@ import moonpool.store.client.directory
 import moonpool.store.client.master_client
 import moonpool.store.client.remembered
 import moonpool.store.client.session_client
+import moonpool.store.client.small_batch
 import moonpool.store.client.small_read
 import moonpool.store.client.view_ledger
 import moonpool.store.store
@@ -51,6 +52,7 @@ import moonpool.transfer.disk.disk
 import moonpool.transfer.disk.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
+from moonpool.base.header_columns import PlainHeaders
 from moonpool.store.messages import SESSIONS_ALONE
 
 from .sim_disk import SimFcntl
@@ -246,6 +248,9 @@ def _patches() -> list[tuple[Any, str, Any]]:
             (module, "check_header", _with_pauses(module.check_header))
             for module in (moonpool.store.client.batch_read, moonpool.store.client.small_read)
         ],
+        # Batches are small here; the headers of the smallest are checked together, too.
+        (moonpool.store.client.small_batch, "_LEAST_OBJECTS", 1),
+        (PlainHeaders, "read", _with_pauses(PlainHeaders.read)),
         *[
             (moonpool.node.ssd.log.SsdLog, name, _with_pauses(getattr(moonpool.node.ssd.log.SsdLog, name)))
             for name in ("append_many", "sync", "remove")

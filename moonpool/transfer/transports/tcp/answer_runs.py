@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from moonpool.base.clock import Deadline
@@ -30,17 +31,9 @@ class AnswerRun:
     """The answers to READs of these sizes into these views, one view each; the first has the number `first_number`."""
 
     def __init__(self, first_number: int, sizes: Sequence[int], views: Sequence[memoryview]) -> None:
-        count = len(sizes)
-        self._frames = frames = bytearray(count * _FRAMES_NBYTES)
-        self._expected = b"".join(
-            [
-                frame
-                for number, nbytes in enumerate(sizes, first_number)
-                for frame in (pack_response(number, nbytes), pack_verdict(number, ReadVerdict.SAME))
-            ]
-        )
-        self._ends = list(accumulate([nbytes + _FRAMES_NBYTES for nbytes in sizes]))
-        self._room = _interleaved(memoryview(frames), views)
+        self._frames = bytearray(len(sizes) * _FRAMES_NBYTES)
+        self._expected, self._ends = _successes(first_number, tuple(sizes))
+        self._room = _interleaved(memoryview(self._frames), views)
 
     def receive(self, sock: TimedSocket, deadline: Deadline) -> tuple[int, bytes]:
         """Return how many answers are here and are successes, and the bytes that have come behind them: b"" when all
@@ -65,6 +58,16 @@ class AnswerRun:
             return None
         wrong = next(at for at in range(known) if self._frames[at] != self._expected[at])
         return wrong // _FRAMES_NBYTES
+
+
+@lru_cache(maxsize=64)  # batches of objects of one size ask for the same again and again
+def _successes(first_number: int, sizes: tuple[int, ...]) -> tuple[bytes, list[int]]:
+    """Return the heads and verdicts of all answers, and how many bytes have come at the end of each."""
+    frames: list[bytes] = []
+    for number, nbytes in enumerate(sizes, first_number):
+        frames.append(pack_response(number, nbytes))
+        frames.append(pack_verdict(number, ReadVerdict.SAME))
+    return b"".join(frames), list(accumulate([nbytes + _FRAMES_NBYTES for nbytes in sizes]))
 
 
 def _interleaved(frames: memoryview, views: Sequence[memoryview]) -> list[memoryview]:

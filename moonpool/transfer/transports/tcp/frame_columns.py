@@ -59,23 +59,28 @@ def _layout(name_nbytes: int) -> np.dtype[np.void]:
     )
 
 
-def pack_run(packer: RequestPacker, op: FrameOp, first_id: int, orders: Sequence[tuple[int, int, int]]) -> list[bytes]:
-    """Return the requests, numbered from `first_id` on, for each (offset, nbytes, generation). InvalidInput when a
-    value does not fit its field.
+def pack_run(
+    packer: RequestPacker,
+    op: FrameOp,
+    first_id: int,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    generations: Sequence[int],
+) -> bytes:
+    """Return the requests, one behind the other, numbered from `first_id` on. InvalidInput when a value does not fit
+    its field.
     """
-    offsets, sizes, generations = zip(*orders, strict=True) if orders else ((), (), ())
-    is_usual = len(orders) >= _LEAST_REQUESTS and min(map(min, orders)) >= 0 and max(sizes) <= MAX_DATA_NBYTES
-    if not is_usual or max(offsets) > _MAX_OFFSET or max(generations) > _MAX_OFFSET:
-        return [packer.pack(op, number, *order) for number, order in enumerate(orders, first_id)]
-    one = packer.pack(op, first_id, 0, 0, 0)
-    raw = bytearray(one * len(orders))
+    numbers = (offsets, sizes, generations)
+    if len(offsets) < _LEAST_REQUESTS or min(map(min, numbers)) < 0 or max(map(max, numbers)) > _MAX_OFFSET:
+        orders = enumerate(zip(*numbers, strict=True), first_id)
+        return b"".join([packer.pack(op, number, *order) for number, order in orders])
+    one = packer.pack(op, first_id, 0, max(sizes), 0)
+    raw = bytearray(one * len(offsets))
     rows = np.frombuffer(raw, _layout(len(one) - REQUEST_NBYTES))
-    rows["request_id"] = np.arange(first_id, first_id + len(orders))
+    rows["request_id"] = np.arange(first_id, first_id + len(offsets))
     rows["offset"], rows["nbytes"], rows["generation"] = offsets, sizes, generations
-    starts = range(0, len(raw), len(one))
-    rows["crc"] = [crc32c(raw[at : at + _HEAD_NBYTES]) for at in starts]
-    packed = bytes(raw)
-    return [packed[at : at + len(one)] for at in starts]
+    rows["crc"] = [crc32c(raw[at : at + _HEAD_NBYTES]) for at in range(0, len(raw), len(one))]
+    return bytes(raw)
 
 
 def read_run(frames: memoryview, first: bytes) -> ReadRun | None:

@@ -143,33 +143,39 @@ class Pipeline:
 
     def _next_to_send(self, rest: Iterator[RequestRun]) -> Iterator[RequestRun]:
         """Sends what may be on its way now: requests alone in one piece, for each message wakes the owner up."""
-        heads: list[bytes] = []
+        heads: list[bytes] = []  # of each run
         while self._num_sent - self._num_answered <= _RUN and self._nbytes_ahead < _AHEAD_NBYTES:
             run = next(rest, None)
             if run is None:
                 break
             if self._op is FrameOp.READ:
-                heads += self._heads_of(run.orders)
+                heads.append(self._heads_of(run.orders))
                 self._nbytes_ahead += sum([order.nbytes for order in run.orders])
             else:
                 self._send_data(run.orders)
             yield run
-        if heads:
+        if any(heads):
             send_all(self._sock, [b"".join(heads)], self._deadline)
 
     def _runs_low(self) -> bool:
         """Whether the owner might be without work soon."""
         return self._num_sent - self._num_answered <= _RUN and self._nbytes_ahead <= _AHEAD_NBYTES // 2
 
-    def _heads_of(self, orders: Sequence[PipelinedRequest]) -> list[bytes]:
+    def _heads_of(self, orders: Sequence[PipelinedRequest]) -> bytes:
+        """Return the requests without data, one behind the other."""
+        if not orders:
+            return b""
         first = self._num_sent + 1
         self._num_sent += len(orders)
-        return pack_run(self._packer, self._op, first, [(offset, nbytes, last) for offset, nbytes, _, last in orders])
+        offsets, sizes, _, generations = zip(*orders, strict=True)
+        return pack_run(self._packer, self._op, first, offsets, sizes, generations)
 
     def _send_data(self, orders: Sequence[PipelinedRequest]) -> None:
         parts: list[bytes | memoryview] = []
-        for head, order in zip(self._heads_of(orders), orders, strict=True):
-            parts.append(head)
+        heads = self._heads_of(orders)
+        size = len(heads) // max(len(orders), 1)
+        for at, order in enumerate(orders):
+            parts.append(heads[at * size : (at + 1) * size])
             parts += order.views
         send_all(self._sock, parts, self._deadline)
 
