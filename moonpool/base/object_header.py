@@ -199,6 +199,7 @@ def pack_single(
     """Return the header of an object of one piece as pack_header() does, but its padding apart: all headers with keys
     of one length share it.
     """
+    assert len(identity) == len(NO_IDENTITY), "an identity digest is 32 bytes"
     body, _, size, padding = _layout(len(key), 1)
     raw = body.pack(
         MAGIC,

@@ -143,6 +143,8 @@ def test_a_session_whose_object_is_gone_says_so(pool: FacadePool, store: Store) 
 
 
 def test_identities(store: Store) -> None:
+    with pytest.raises(InvalidInput, match="a digest of 32 bytes, not of 5"):
+        store.put("block", b"kv", identity=b"short")
     store.put("block", b"kv", identity=b"m" * 32)
     with pytest.raises(IdentityMismatch):
         store.get_session("block", identity=b"x" * 32)

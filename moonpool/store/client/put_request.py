@@ -44,7 +44,9 @@ _OPTIONS = {
 
 
 def put_fields(settings: PutSettings) -> dict[str, Any]:
-    """Return the fields of a Put or PutRequest other than its key and bytes. InvalidInput for an unknown setting."""
+    """Return the fields of a Put or PutRequest other than its key and bytes. InvalidInput for an unknown setting, and
+    for an identity that is no digest.
+    """
     if not settings:
         return {}
     given: dict[str, Any] = dict(settings)
@@ -54,6 +56,8 @@ def put_fields(settings: PutSettings) -> dict[str, Any]:
     fields: dict[str, Any] = {name: key_bytes(given[name]) for name in ("group", "parent") if name in given}
     if "identity" in given:
         fields["identity"] = given["identity"]
+        if len(given["identity"]) != len(NO_IDENTITY):
+            raise InvalidInput(f"an identity is a digest of {len(NO_IDENTITY)} bytes, not of {len(given['identity'])}")
     options = {field: given[name] for name, field in _OPTIONS.items() if name in given}
     if "preferred" in options:
         options["preferred"] = tuple(options["preferred"])
