@@ -137,8 +137,7 @@ class Store(TensorCalls, RemovalCalls):
         self._reads = ClientReads(master, read_tools)
         if self._cache is not None:
             self._reads = CachedReads(master, read_tools, self._cache)
-        # The shortest ways to small values, for keys in bytes and writable views of bytes.
-        self.get_remembered, self.read_into = self._reads.read_remembered, self._reads.read
+        self.get_remembered, self.read_into = self._reads.read_remembered, self._reads.read  # keys, views of bytes
         self._views = ClientViews(
             master,
             self._reads,

@@ -255,3 +255,17 @@ def test_a_batch_has_every_object_that_passes_the_checks(
         into = targets[position]
         assert got[position] == (values[position] if into is None else sizes[position])
         assert into is None or into[0] == values[position]
+
+
+@pytest.mark.parametrize("nbytes", [4096, 4099])
+def test_objects_of_any_size_are_checked_together_when_they_were_received(nbytes: int) -> None:
+    memory, found = bytearray(), list[FoundObject]()
+    for at in range(100):
+        place = Placement("s", len(memory), 1, at + 1)
+        value = bytes([at]) * nbytes
+        memory += pack_header(b"%03d" % at, at + 1, [nbytes], [crc32c(value)]) + value + bytes(-nbytes % 4096)
+        found.append((at, ObjectInfo(b"%03d" % at, ALIGN_NBYTES + nbytes, (place,), 1.0), place))
+    owner = cast("RemoteSegment", Owner(memory, set()))
+    with patch.object(small_batch, "copy_small", side_effect=AssertionError("one by one")):
+        got = dict(SmallBatch([None] * 100, None, False).fetch(owner, found, lambda nbytes: 1.0))
+    assert got == {at: bytes([at]) * nbytes for at in range(100)}
