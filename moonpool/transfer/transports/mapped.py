@@ -29,7 +29,6 @@ _VIEW_TIMEOUT_S = 2.0
 _MADV_POPULATE_WRITE = 23  # Python 3.11 and 3.12 do not name it
 # A small write maps in so much around it: objects that are put together lie together.
 _CHUNK_NBYTES = 256 * 1024
-_JOINED_NBYTES = 16 * 1024  # views of so many bytes in all are joined before they are copied
 _LEAST_AHEAD_CHUNKS, _AHEAD_CHUNKS = 4, 256  # fewest and most that are mapped in ahead
 
 
@@ -192,9 +191,6 @@ class MappedWriter:
         if fence is not None:
             fence.admit(offset, nbytes, generation)
         self._prefault.before_write(memory, offset, nbytes)
-        if nbytes <= _JOINED_NBYTES:
-            memory[offset : offset + nbytes] = b"".join(views)  # less time than a slice and a call for each
-            views = ()
         for view in views:
             copy_bytes(memory[at : at + view.nbytes], view)
             at += view.nbytes
