@@ -108,7 +108,7 @@ def put_late(address: str, run_dir: str, key: str, number: int, nbytes: int, shm
     if shm:
         mapped.copy_bytes = _copy_in_halves  # type: ignore[attr-defined]
     else:
-        single.send_all = _send_in_halves  # type: ignore[attr-defined]
+        single.send_views = _send_in_halves  # type: ignore[attr-defined]
     with _client(address, run_dir, shm) as client:
         client.stats()
         print("asking")
@@ -132,7 +132,7 @@ def _copy_in_halves(target: memoryview, source: memoryview) -> None:
     copy_bytes(target[half:], source[half:])
 
 
-def _send_in_halves(sock: Any, views: list[bytes | memoryview], deadline: Any) -> None:
+def _send_in_halves(sock: Any, views: list[memoryview], nbytes: int, deadline: Any) -> None:
     whole = b"".join(views)
     half = len(whole) // 2 if len(whole) > _LARGE_NBYTES else 0
     if half:

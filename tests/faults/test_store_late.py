@@ -84,7 +84,7 @@ def gone_and_reused(fleet: Fleet, client: Store, force: bool = True) -> list[byt
 
 # copies
 
-SHM_POINTS = ["moonpool.store.client.batch_read:_copy", "moonpool.store.client.batch_read:are_right"]
+SHM_POINTS = ["moonpool.store.client.mapped_copy:_new_bytes", "moonpool.store.client.mapped_copy:are_right"]
 TCP_POINTS = [
     "moonpool.store.client.remote_read:RemoteRead._read_one",
     "moonpool.transfer.transports.tcp.transport:TcpRemote.read_unchanged",

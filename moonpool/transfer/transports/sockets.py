@@ -183,6 +183,18 @@ def send_message(sock: socket.socket, data: bytes, timeout_s: float) -> None:
     send_all(sock, [rest], Deadline(timeout_s))
 
 
+def send_views(sock: TimedSocket, views: list[memoryview], nbytes: int, deadline: Deadline) -> None:
+    """send_all() of a few views, of `nbytes` in total, without TLS. Mostly the kernel takes them at once: then no timer
+    is looked at.
+    """
+    try:
+        count = sock.sendmsg(views, (), socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        count = 0
+    if count < nbytes:
+        send_all(sock, after(views, count), deadline)
+
+
 def receive_with_fds(sock: socket.socket, nbytes: int, deadline: Deadline) -> tuple[bytes, list[int]]:
     """The next `nbytes` and the descriptors sent with them (at most one is taken); the caller closes those."""
     _limit(sock, socket.SO_RCVTIMEO, deadline)

@@ -7,7 +7,6 @@ the caller's memory. The frames are the same. Only for lanes without TLS, which 
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 
 from moonpool.base.clock import Deadline
@@ -18,8 +17,8 @@ from moonpool.transfer.transports.sockets import (
     after,
     receive_exactly,
     receive_first,
-    send_all,
     send_message,
+    send_views,
 )
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
@@ -84,13 +83,8 @@ def write_one(
     """Write the views, of `nbytes` in total, at `offset`, and stamp the space with `generation`. Return and raise as
     read_one().
     """
-    parts = [memoryview(packer.pack(_WRITE, _REQUEST_ID, offset, nbytes, generation)), *views]
-    try:  # mostly the kernel takes it at once: then no timer is looked at
-        count = sock.sendmsg(parts, (), socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        count = 0
-    if count < len(parts[0]) + nbytes:
-        send_all(sock, after(parts, count), deadline)
+    request = memoryview(packer.pack(_WRITE, _REQUEST_ID, offset, nbytes, generation))
+    send_views(sock, [request, *views], request.nbytes + nbytes, deadline)
     head = memoryview(bytearray(RESPONSE_NBYTES))
     receive_exactly(sock, [head], deadline)
     return None if head == _WRITTEN else _refusal(sock, head, 0, (), 0, deadline)
