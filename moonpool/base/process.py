@@ -45,7 +45,9 @@ EXIT_FAILED = 1
 EXIT_DRAINED = 3
 EXIT_BUG = 70
 _MAX_REASON = 2000  # characters
-_YOUNG_OBJECTS = 10_000  # made since the last collection before there is another one, of about 1 ms
+# Objects made since the last collection before there is another one, of about 1 ms; of these before one of older
+# objects; those before one of all. Connections leave cycles behind, some of them after long use.
+_COLLECT_AFTER = (10_000, 10, 3)
 _LOG = logging.getLogger(__name__)
 
 
@@ -239,7 +241,7 @@ def _calm_collector() -> None:
     """Let the garbage collector take less of the time of requests: what a role has loaded stays and need not be
     visited, and most of what requests leave behind has no cycles."""
     gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, 20, 20)
+    gc.set_threshold(*_COLLECT_AFTER)
 
 
 async def _started(service: Service, stopping: asyncio.Task[bool]) -> str | None:
