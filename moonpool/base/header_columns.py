@@ -97,7 +97,7 @@ class PlainHeaders:
         """Return whether each header in the memory states its generation now."""
         return self._have_generation_at(GENERATION_AT)
 
-    def _have_generation_at(self, behind: int) -> NDArray[np.bool_]:
-        """Return whether so many bytes behind the start of each header its generation stands."""
-        are_equal: NDArray[np.bool_] = self._words[(self._at + behind) // _WORD_NBYTES] == self._generations
+    def _have_generation_at(self, position: int) -> NDArray[np.bool_]:
+        """Return for each header whether the word at this byte of it is its generation."""
+        are_equal: NDArray[np.bool_] = self._words[(self._at + position) // _WORD_NBYTES] == self._generations
         return are_equal

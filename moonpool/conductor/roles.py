@@ -64,7 +64,7 @@ class RoleAssignments:
         self._require_lease()
         infos = [worker.info for worker in workers]
         info = _find(name, infos)
-        if not force and not self._leaves(info):  # a drain that was accepted goes on, whoever leaves after it
+        if not force and not self._leaves(info):  # an accepted drain goes on, even if the other workers leave
             self._require_another(info, infos)
         self._told[name] = info.incarnation
 

@@ -47,8 +47,8 @@ def chunk_bounds(num_tokens: int, chunk_tokens: int, first_token: int = 0) -> li
 
 
 def common_prefix_blocks(stage_blocks: Iterable[int], num_tokens: int, block_tokens: int) -> int:
-    """Return behind how many leading blocks a pipeline begins to compute, if each stage has so many of them: those that
-    all stages have, and no more than leave a token to compute."""
+    """Return the number of leading blocks that a pipeline does not compute. `stage_blocks` is how many each stage has:
+    the pipeline skips those that all have, but always computes the last token."""
     return min(min(stage_blocks), (num_tokens - 1) // block_tokens)
 
 

@@ -46,7 +46,7 @@ def split_small(
 
 
 class SmallBatch:
-    """Reads small objects to `targets`, by their positions. `is_remembered`: nobody has asked the master about them."""
+    """Reads small objects to `targets`, by their positions. `is_remembered`: their places come from no look-up."""
 
     def __init__(self, targets: Sequence[Targets], identity: bytes | None, is_remembered: bool) -> None:
         self._targets, self._identity, self._is_remembered = targets, identity, is_remembered

@@ -87,7 +87,7 @@ class StageRunner:
         return sum(self.work_tokens(prompt, self._tokens_left(prompt)) for prompt in self._prompts.values())
 
     def work_tokens(self, prompt: StagedPrompt, num_tokens: int) -> int:
-        """Return the work of so many tokens at this stage, which has some of the layers, in tokens of whole prompts."""
+        """Return the work of `num_tokens` at this stage, which has some of the layers, in tokens of whole prompts."""
         return -(-num_tokens * len(prompt.layers) // self._runner.model.config.num_layers)
 
     def _tokens_left(self, prompt: StagedPrompt) -> int:
