@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ from moonpool.transfer import (
     TransferOp,
     TransferRequest,
 )
+from moonpool.transfer.paths.peer_paths import PathReport
 
 SEGMENT_NBYTES = 64 << 20
 _GRANULE_NBYTES = 64 << 10
@@ -67,10 +68,11 @@ def missing() -> str | None:
 
 
 class Sample(NamedTuple):
-    """Bytes acknowledged on each rail, at a moment of time.monotonic()."""
+    """Bytes acknowledged on each rail, at a moment of time.monotonic() within the batch of this number."""
 
     at_s: float
     done_nbytes: list[int]
+    batch: int
 
 
 class Result(NamedTuple):
@@ -85,12 +87,18 @@ class Result(NamedTuple):
 
     @property
     def longest_stall_s(self) -> float:
-        """The longest time in which no byte was acknowledged on any rail."""
+        """The longest time within a batch in which no byte was acknowledged on any rail. Between two batches the client
+        checks what it has read: that takes long on a busy machine, and no byte waits then.
+        """
         longest_s, last = 0.0, self.samples[0]
         for sample in self.samples[1:]:
+            if sample.batch != last.batch:
+                last = sample
+                continue
+            longest_s = max(longest_s, sample.at_s - last.at_s)
             if sum(sample.done_nbytes) != sum(last.done_nbytes):
-                longest_s, last = max(longest_s, sample.at_s - last.at_s), sample
-        return max(longest_s, self.samples[-1].at_s - last.at_s)
+                last = sample
+        return longest_s
 
     def first_use_s(self, rail: int, after_s: float) -> float | None:
         """When the rail carried bytes for the first time after that moment."""
@@ -334,12 +342,18 @@ class _Client:
             remote.read_into(0, [self._buffer[: 8 << 20]], timeout_s=_TIMEOUT_S)  # speeds of connections that exist
             print(json.dumps("started"), flush=True)
             with _Sampler(remote) as sampler:
-                moved, busy_s, correct = self._transfer(engine, remote, TransferOp(op), nbytes, seconds)
+                moved, busy_s, correct = self._transfer(engine, remote, TransferOp(op), nbytes, seconds, sampler)
         result = {"nbytes": moved, "seconds": busy_s, "correct": correct, "samples": sampler.samples}
         print(json.dumps({**result, "checksum": crc32c(self._right)}), flush=True)
 
     def _transfer(
-        self, engine: TransferEngine, remote: RemoteSegment, op: TransferOp, nbytes: int, seconds: float
+        self,
+        engine: TransferEngine,
+        remote: RemoteSegment,
+        op: TransferOp,
+        nbytes: int,
+        seconds: float,
+        sampler: _Sampler,
     ) -> tuple[int, float, bool]:
         """The segment over and over, until `nbytes` and `seconds` are reached. Each write inverts what was there."""
         moved, busy_s, correct = 0, 0.0, True
@@ -347,7 +361,8 @@ class _Client:
             size = min(nbytes - moved, SEGMENT_NBYTES) if not seconds else SEGMENT_NBYTES
             self._buffer[:size] = ~self._right[:size] if op is TransferOp.WRITE else 0
             started_s = time.monotonic()
-            self._submit(engine, remote, op, size).wait()
+            with sampler.batch():
+                self._submit(engine, remote, op, size).wait()
             busy_s += time.monotonic() - started_s
             moved += size
             if op is TransferOp.WRITE:
@@ -365,12 +380,15 @@ class _Client:
 
 
 class _Sampler:
-    """Writes down, again and again, what each rail has done."""
+    """Writes down, again and again while a batch is under way, what each rail has done."""
 
     def __init__(self, remote: RemoteSegment) -> None:
-        self._remote = remote
+        self._report: Callable[[], Sequence[PathReport]] = getattr(remote, "report", list)  # a single path has none
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
+        self._lock = threading.Lock()
+        self._batch = 0
+        self._under_way = False
         self.samples: list[Sample] = []
 
     def __enter__(self) -> _Sampler:
@@ -381,10 +399,26 @@ class _Sampler:
         self._stop.set()
         self._thread.join()
 
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """A batch is under way; sampled at its beginning and its end, too."""
+        with self._lock:
+            self._batch, self._under_way = self._batch + 1, True
+            self._sample()
+        yield
+        with self._lock:
+            self._sample()
+            self._under_way = False
+
     def _run(self) -> None:
-        report = getattr(self._remote, "report", list)  # a single path has none
         while not self._stop.wait(_SAMPLE_S):
-            self.samples.append(Sample(time.monotonic(), [path.done_nbytes for path in report()]))
+            with self._lock:
+                if self._under_way:
+                    self._sample()
+
+    def _sample(self) -> None:
+        done_nbytes = [path.done_nbytes for path in self._report()]
+        self.samples.append(Sample(time.monotonic(), done_nbytes, self._batch))
 
 
 if __name__ == "__main__":
