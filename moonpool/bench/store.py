@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from moonpool.base.errors import InvalidInput
 from moonpool.bench import store_large, store_redis, store_ssd
+from moonpool.bench.bare_sockets import bare_gb_s
 from moonpool.bench.iperf import iperf_gb_s
 from moonpool.bench.store_calls import BATCH
 from moonpool.bench.store_case import BenchScale, ClaimReport, StoreCase, say
@@ -111,6 +112,11 @@ def _tcp(report: ClaimReport, options: Options) -> None:
         for name, work, claim in (("get", get, 0.75), ("put", put, 0.7)):
             case = StoreCase(
                 f"{name} 1 MiB over tcp, batches of {count} (beside: iperf3)", "GB/s", work, iperf_gb_s, claim
+            )
+            report.measure(case, scale.rounds)
+            bare = partial(bare_gb_s, name, count, seconds)
+            case = StoreCase(
+                f"{name} 1 MiB over tcp, batches of {count} (beside: bare sockets and crc32c)", "GB/s", work, bare
             )
             report.measure(case, scale.rounds)
 
