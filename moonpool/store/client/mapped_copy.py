@@ -13,12 +13,12 @@ import numpy as np
 from moonpool.base.checksum import crc32c
 from moonpool.base.object_header import HeaderFields
 from moonpool.store.client.cuts import scatter
+from moonpool.store.client.small_read import SLICED_NBYTES
 from moonpool.store.client.transfer_window import for_each
 from moonpool.store.client.verified_read import CopyAndSum, are_right, sum_arrived
 from moonpool.store.messages import Placement
 from moonpool.transfer import TransferEngine
 
-_SLICED_NBYTES = 16 * 1024  # a slice copies these faster than an array
 _RUN_NBYTES = 1024 * 1024  # of an object, copied by one thread
 _BYTE = np.uint8
 _bytes_of = np.frombuffer
@@ -56,7 +56,7 @@ def _copier(memory: memoryview) -> CopyAndSum[memoryview]:
 
     def copy_and_sum(at: int, view: memoryview, found: int) -> int:
         end = at + view.nbytes
-        if end - at <= _SLICED_NBYTES:
+        if end - at <= SLICED_NBYTES:
             view[:] = memory[at:end]
         else:
             _bytes_of(view, _BYTE)[...] = array[at:end]

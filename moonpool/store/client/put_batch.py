@@ -112,10 +112,10 @@ class PutBatches:
             granted = self._calls.start(puts, bundle.sizes, bundle.checksums.compute_some)
         except MoonpoolError as error:
             return [error] * len(puts)
-        writer = _BundleWriter(granted, bundle.checksums, self._tools, self._calls)
+        writer = _BundleWriter(granted, bundle, self._tools, self._calls)
         try:
             with TransferWindow[_RemoteBundle](self._tools.engine) as window:
-                writer.write(puts, bundle.pieces, window)
+                writer.write(window)
         except BaseException:
             granted.unsettled.update(range(len(puts)))  # a write may still arrive
             self._calls.revoke(granted, range(len(puts)))
@@ -132,17 +132,18 @@ class _Bundle:
     """Puts that share one PutStart and one PutEnd."""
 
     def __init__(self, positions: list[int], puts: list[Put], pieces: list[list[memoryview]], sizes: list[int]) -> None:
-        self.positions, self.puts, self.pieces, self.sizes = positions, puts, pieces, sizes
+        self.positions, self.puts, self.pieces = positions, puts, pieces
+        self.sizes = sizes  # of each object, with its header
         self.checksums = BundleChecksums(pieces)
 
 
 class _BundleWriter:
     """Writes the bytes of one bundle."""
 
-    def __init__(self, granted: GrantedPuts, checksums: BundleChecksums, tools: PutTools, calls: PutCalls) -> None:
-        self._granted, self._checksums, self._tools, self._calls = granted, checksums, tools, calls
-        self._puts: Sequence[Put] = ()
-        self._pieces: Sequence[list[memoryview]] = ()
+    def __init__(self, granted: GrantedPuts, bundle: _Bundle, tools: PutTools, calls: PutCalls) -> None:
+        self._granted, self._tools, self._calls = granted, tools, calls
+        self._puts, self._pieces, self._sizes = bundle.puts, bundle.pieces, bundle.sizes
+        self._checksums = bundle.checksums
         self._failed: list[tuple[int, Placement, MoonpoolError]] = []  # writes to mapped memory that failed
         self._bundles: dict[str, _RemoteBundle] = {}  # by segment: not submitted yet
         self._bundle_nbytes = _FIRST_BUNDLE_NBYTES
@@ -151,11 +152,9 @@ class _BundleWriter:
         self._remotes: dict[str, RemoteSegment | MappedWriter | MoonpoolError] = {}
         self._renew_at_s = tools.clock.now_s() + tools.renew_after_s
 
-    def write(
-        self, puts: Sequence[Put], pieces: Sequence[list[memoryview]], window: TransferWindow[_RemoteBundle]
-    ) -> None:
+    def write(self, window: TransferWindow[_RemoteBundle]) -> None:
         """Write every replica. Failures are recorded in the GrantedPuts."""
-        self._puts, self._pieces = puts, pieces
+        pieces = self._pieces
         mapped: list[int] = []
         small: list[int] = []
         nbytes = mapped_nbytes = 0
@@ -212,19 +211,13 @@ class _BundleWriter:
     def _write_small(self, positions: Sequence[int]) -> None:
         """Write small objects with one replica each: neighbours with one copy."""
         places = [self._granted.replicas[at][0] for at in positions]
-        sizes = [self._object_nbytes(at) for at in positions]
+        sizes = [self._sizes[at] for at in positions]
         granules = [-(-nbytes // GRANULE_NBYTES) for nbytes in sizes]
         for run in neighbours(places, granules):
             if run.stop - run.start == 1:
                 self._write_mapped(positions[run.start])
             else:
                 self._write_run(positions[run], places[run], sizes[run], granules[run])
-
-    def _object_nbytes(self, position: int) -> int:
-        """Return the size of header and pieces."""
-        parts = self._pieces[position]
-        data_nbytes = parts[0].nbytes if len(parts) == 1 else sum([part.nbytes for part in parts])
-        return header_nbytes(len(self._puts[position].key), len(parts)) + data_nbytes
 
     def _write_run(
         self, positions: Sequence[int], places: Sequence[Placement], sizes: Sequence[int], granules: Sequence[int]

@@ -20,13 +20,12 @@ from moonpool.base.header_columns import PlainHeaders
 from moonpool.base.object_header import ALIGN_NBYTES, NO_IDENTITY, has_void_mark
 from moonpool.store.client.read_tools import TimeFor
 from moonpool.store.client.recovery import Targets
-from moonpool.store.client.small_read import copy_small
+from moonpool.store.client.small_read import SLICED_NBYTES, copy_small
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
 FoundObject: TypeAlias = tuple[int, ObjectInfo, Placement]  # position, object, the replica to read
 Copied: TypeAlias = int | bytes | None  # the number of bytes, or the bytes themselves; None: not read
-SMALL_NBYTES = 16 * 1024  # a slice copies these faster than an array
 _BATCH_OBJECTS = 64  # received together
 _LEAST_OBJECTS = 24  # for fewer, one by one is faster
 
@@ -41,7 +40,7 @@ def split_small(
     for each in found:
         into, nbytes = targets[each[0]], each[1].nbytes - ALIGN_NBYTES
         fits = into is None or (len(into) == 1 and into[0].nbytes >= nbytes)
-        (small if fits and 0 < nbytes <= SMALL_NBYTES else others).append(each)
+        (small if fits and 0 < nbytes <= SLICED_NBYTES else others).append(each)
     return small, others
 
 

@@ -19,7 +19,7 @@ from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer.transports.base import RemoteSegment
 
 SMALL_NBYTES = 256 * 1024
-_SLICED_NBYTES = 16 * 1024  # a slice copies these faster than an array
+SLICED_NBYTES = 16 * 1024  # a slice copies these faster than an array
 _BYTE = np.uint8
 _bytes_of = np.frombuffer
 
@@ -61,7 +61,7 @@ def _copy_out(memory: memoryview, start: int, nbytes: int, view: memoryview | No
         return bytes(source)
     if view.nbytes != nbytes:
         view = view[:nbytes]
-    if nbytes <= _SLICED_NBYTES:
+    if nbytes <= SLICED_NBYTES:
         view[:] = source
     else:
         _bytes_of(view, _BYTE)[...] = _bytes_of(source, _BYTE)
