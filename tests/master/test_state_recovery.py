@@ -413,6 +413,32 @@ def test_objects_that_were_written_over_are_gone() -> None:
     assert pool.used == 2
 
 
+def test_a_node_is_asked_about_the_time_that_an_earlier_master_lost(memory: str) -> None:
+    """It did not answer that master, which placed objects on another node meanwhile."""
+    pool = Pool("a", "b", granules=4, lease_s=10)
+    over = pool.put(b"over", 2, preferred=("a.dram",))
+    kept = list(pool.journal)
+    pool.remove(b"over")
+    lost = pool.put(b"lost", 2, preferred=("a.dram",))
+    assert lost.replicas[0].offset == over.replicas[0].offset
+    pool.journal = kept
+    pool.crash()
+    pool.answer_recounts("b")
+    new = pool.put(b"new")
+    for _ in range(2):
+        if memory == "snapshot":
+            pool.snapshot()
+        pool.crash()
+        assert pool.beat()["a.dram"].recount_above == over.generation
+        assert pool.beat()["b.dram"].recount_above == new.generation
+    pool.recount("a.dram", spans=[(lost.replicas[0].offset, 2 * G)])
+    assert not pool.has(b"over")
+    come_back(pool, memory)
+    last = pool.put(b"last", preferred=("a.dram",))
+    pool.crash()
+    assert pool.beat()["a.dram"].recount_above == last.generation, "it has answered"
+
+
 def test_spans_among_many_free_ranges() -> None:
     pool = Pool("a", granules=20)
     for number in range(20):

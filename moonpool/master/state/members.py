@@ -13,7 +13,7 @@ from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.orders import OrderBook
 from moonpool.master.state.puts import Puts
-from moonpool.master.state.records import Listed, Mounted, SegmentsAway, SegmentsEnded, SessionsEnded
+from moonpool.master.state.records import Listed, Mounted, Recounting, SegmentsAway, SegmentsEnded, SessionsEnded
 from moonpool.master.state.recount import lowered_stamps, reserve_unknown
 from moonpool.master.state.segments import MountedSegment, SegmentTable
 from moonpool.master.state.space import Generations, PoolSpace
@@ -28,6 +28,7 @@ from moonpool.store.messages import (
 )
 
 _MAX_ENDED_SESSIONS = 16_384
+_COUNTED = (None, SESSIONS_ALONE)  # as `recount_above`: what the journal may have lost is known
 
 
 class Members:
@@ -102,7 +103,7 @@ class Members:
         segment.heard_s, segment.gone_since_s = now_s, None
         generations = self._generations
         segment.is_behind = not generations.are_admitted_up_to(generation_limit)
-        if segment.recount_above in (None, SESSIONS_ALONE) and segment.tier is Tier.DRAM:
+        if segment.recount_above in _COUNTED and segment.tier is Tier.DRAM:
             segment.acknowledged = not segment.is_behind
         return HeartbeatReply(True, self._epoch, segment.recount_above, generations.limit, generations.last)
 
@@ -121,6 +122,8 @@ class Members:
             self._segments.count_totals()
             for offset, nbytes in new:
                 self._space.keep_unknown(free_s, [(segment.number, offset)], nbytes)
+        if segment.recount_above not in _COUNTED:
+            self._index.outcomes.add(Recounting([segment.number], [None]))
         segment.recount_above = None
         segment.acknowledged = segment.tier is Tier.DRAM
         known = set(sessions)
@@ -128,6 +131,11 @@ class Members:
         self.unseen_sessions -= known
         self._doubtful_sessions -= known
         self._forget_unseen_sessions(now_s)
+
+    def recounting(self) -> Recounting:
+        """Return which memory is still to be recounted, for the journal."""
+        waiting = [each for each in self._segments.of_tier(Tier.DRAM) if each.recount_above not in _COUNTED]
+        return Recounting([each.number for each in waiting], [each.recount_above for each in waiting])
 
     def fence_ahead(
         self, name: str, incarnation: int, spans: Sequence[tuple[int, int, int]]

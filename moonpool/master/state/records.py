@@ -244,6 +244,15 @@ class Unsettled(Record):
     keys: list[bytes]
 
 
+class Recounting(Record):
+    """The nodes of these segments have not reported yet what is stamped above these generations: earlier masters may
+    have granted it in a time that the journal lost. None: the node has reported it.
+    """
+
+    numbers: list[int]
+    above: list[int | None]
+
+
 AnyRecord = (
     Began
     | Mounted
@@ -267,6 +276,7 @@ AnyRecord = (
     | Fated
     | Unsettled
     | Named
+    | Recounting
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -82,6 +82,7 @@ class _Recovery:
             r.HeldPut: self._held_put,
             r.Fated: self._fated,
             r.Named: self._named,
+            r.Recounting: self._recounting,
             r.Unsettled: lambda record: self._unsettled.update(dict.fromkeys(record.keys)),
         }
 
@@ -124,6 +125,12 @@ class _Recovery:
         segment = self._state.table_of_segments.by_number.get(record.number)
         if segment is not None:
             segment.draining = record.on
+
+    def _recounting(self, record: r.Recounting) -> None:
+        for number, above in zip(record.numbers, record.above, strict=True):
+            segment = self._state.table_of_segments.by_number.get(number)
+            if segment is not None:
+                segment.recount_above = above
 
     # puts
 
@@ -270,6 +277,8 @@ class _Recovery:
         if knows_nothing:
             state.members.adopts = True
             state.outcomes.add(r.Began(state.epoch, 0, state.generations.last, True, []))
+        else:  # before the first grant: it raises the last generation also for nodes that have not answered
+            state.outcomes.add(state.members.recounting())
 
     def _finish_segments(self) -> None:
         """Rebuild the allocators and counts, ask each node for a report, and continue drains."""
@@ -277,7 +286,8 @@ class _Recovery:
         for segment in state.table_of_segments.by_number.values():
             if segment.tier is Tier.DRAM:
                 self._make_allocator(segment, spans.get(segment.number, []))
-                segment.recount_above = self._last_generation
+                if segment.recount_above is None:  # else it has not answered an earlier master, and is asked the same
+                    segment.recount_above = self._last_generation
             else:
                 self._count_records(segment)
                 segment.recount_above = 0

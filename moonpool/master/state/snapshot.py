@@ -53,6 +53,7 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
         yield r.Mounted(
             number, at.node, at.descriptor, at.tier, at.registry_address, at.capacity_nbytes, at.floor, at.draining
         )
+    yield members.recounting()
     yield r.SessionsEnded(list(members.ended_sessions))
     yield r.SegmentsAway([number for number, each in segments.by_number.items() if each.is_away])
     yield r.SegmentsEnded(list(index.losses.backing_ssds), list(index.losses.backing_ssds.values()))
