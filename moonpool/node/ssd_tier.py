@@ -209,7 +209,11 @@ class LogMaintenance:
         name, incarnation = self._ssd.segment.name, self._ssd.segment.incarnation
         while self._unreported and self._mount.is_reported:  # otherwise it was mounted again meanwhile
             some = self._unreported[:_ITEMS_PER_CALL]
-            moves = [(each.key, each.generation, offset_of(each.new)) for each in some if each.new is not None]
+            moves = [
+                (each.key, each.generation, offset_of(each.new))
+                for each in some
+                if each.new is not None and self._is_there(each)
+            ]
             wanted = await client.call(
                 Relocated(segment=name, incarnation=incarnation, items=moves), timeout_s=CALL_TIMEOUT_S
             )
@@ -221,3 +225,9 @@ class LogMaintenance:
             del self._unreported[: len(some)]
             if unwanted:
                 await asyncio.to_thread(self._ssd.log.remove, unwanted)
+
+    def _is_there(self, moved: MovedRecord) -> bool:
+        """Return whether the record is still where it was moved. While a master was away, it may have been removed, or
+        even written again under the same generation.
+        """
+        return self._ssd.log.find(moved.key, moved.generation) == moved.new

@@ -25,7 +25,7 @@ from moonpool.node import orders as orders_module
 from moonpool.node import session_registry
 from moonpool.node import ssd_tier as ssd_module
 from moonpool.node.service import Node
-from moonpool.node.ssd import SsdLog
+from moonpool.node.ssd import MovedRecord, SsdLog
 from moonpool.store.messages import Order, OrderKind, Placement, ReportCorrupt, Tier, session_calls
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.file.folder import file_name
@@ -505,6 +505,36 @@ async def test_what_is_moved_during_an_outage_is_told_after_it(world: World, mon
     known = {b"key-%d" % at: result.offset for at, result in enumerate(results)}
     known |= {key: offset for key, _, offset in world.master.relocated}
     assert all(known[each.key] == ssd_module.offset_of(each.location) for each in log.items())
+
+
+async def test_a_move_is_not_told_when_the_record_was_written_again_since(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the same generation: a master lost its removal with power, and the next one had it stored again."""
+    monkeypatch.setattr(ssd_module, "_COMPACT_EVERY_S", 0.02)
+    node = await world.node()
+    await world.master.execute(*(offload(node, number) for number in range(60)))
+    assert node.ssd is not None
+    log, again = node.ssd.log, list[bytes]()
+    compact = log.compact
+
+    def compact_and_write(max_nbytes: int) -> list[MovedRecord]:
+        moved = compact(max_nbytes)
+        if moved and not again:
+            key, generation = moved[0][:2]
+            again.append(key)
+            log.remove([(key, generation)])
+            log.append(key, generation, [object_of(key, generation, (5000, 70_000))])
+        return moved
+
+    monkeypatch.setattr(log, "compact", compact_and_write)
+    log.remove([(b"key-%d" % number, NEW) for number in range(0, 50, 2)])
+    monkeypatch.setattr(ssd_module, "_HIGH_DEAD_PART", 0.01)
+    await world.master.until(lambda: world.master.relocated)
+    told = {key: offset for key, _, offset in world.master.relocated}
+    known = {each.key: ssd_module.offset_of(each.location) for each in log.items()}
+    assert again
+    assert told == {key: known[key] for key in told}
 
 
 async def test_damage_that_compaction_finds_is_told_with_its_place(
