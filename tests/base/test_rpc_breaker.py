@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from late_threads import no_thread_begins
+from store_pool import wait_until
 
 from moonpool.base.errors import BreakerOpen, ConfigError, PeerLost, PeerSilent
 from moonpool.base.rpc import BlockingClient, Call, RpcServer
@@ -230,7 +232,7 @@ def breaker(server: Loop, client: BlockingClient) -> Iterator[ProbedBreaker]:
     made.stop()
     client.close()
     made.join()
-    assert not [each for each in threading.enumerate() if each.name == "rpc-probe"]
+    wait_until(lambda: "rpc-probe" not in {each.name for each in threading.enumerate()})
 
 
 def wait_until_closed(breaker: ProbedBreaker) -> None:
@@ -286,3 +288,12 @@ def test_a_fork_that_lost_the_probing_thread_probes_again(breaker: ProbedBreaker
     with pytest.raises(BreakerOpen):
         breaker.check()
     wait_until_closed(breaker)
+
+
+def test_whoever_finds_the_server_away_does_not_wait_for_the_probing_thread(breaker: ProbedBreaker) -> None:
+    with no_thread_begins() as free:
+        breaker.trip(PeerSilent("silent"))
+        with pytest.raises(BreakerOpen):
+            breaker.check()
+        free.set()
+        wait_until_closed(breaker)

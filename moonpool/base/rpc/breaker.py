@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from moonpool.base.backoff import Backoff
 from moonpool.base.clock import Deadline, late_s
 from moonpool.base.errors import BreakerOpen, ConfigError, MoonpoolError
+from moonpool.base.side_thread import SideThread
 
 _TIMER_GRAIN_S = 0.008  # the kernel's timers fire this much later than asked for, with 100 ticks a second
 _LOG = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class ProbedBreaker:
         self._is_closed = threading.Event()
         self._is_closed.set()
         self._reason = ""
-        self._probing: threading.Thread | None = None
+        self._probing: SideThread | None = None
         self._ended = threading.Event()
 
     @property
@@ -162,8 +163,7 @@ class ProbedBreaker:
 
     def _ensure_probing(self) -> None:
         if self._core.is_open and not self._ended.is_set() and (self._probing is None or not self._probing.is_alive()):
-            self._probing = threading.Thread(target=self._probe_until_closed, name="rpc-probe", daemon=True)
-            self._probing.start()
+            self._probing = SideThread(self._probe_until_closed, "rpc-probe")
 
     def _probe_until_closed(self) -> None:
         while not self._ended.wait(self._core.next_probe_s()):

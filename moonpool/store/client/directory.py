@@ -26,6 +26,7 @@ from moonpool.base.errors import (
     Unauthorized,
     Unavailable,
 )
+from moonpool.base.side_thread import SideThread
 from moonpool.store.messages import Placement, SegmentInfo, Tier
 from moonpool.transfer.engine import TransferEngine
 from moonpool.transfer.memory.location import host_id
@@ -55,7 +56,7 @@ class UnreadableSegments:
         self._lock = threading.Lock()
         self._failures: dict[SegmentKey, _Failure] = {}
         self.listed: tuple[SegmentKey, ...] = ()  # the segments that cannot be read now
-        self._prober: threading.Thread | None = None
+        self._prober: SideThread | None = None
         self._ended = threading.Event()
 
     def add(self, place: Placement, error: MoonpoolError) -> None:
@@ -68,8 +69,7 @@ class UnreadableSegments:
                 return
             self._change({**self._failures, key: _Failure(error, place)})
             if self._prober is None or not self._prober.is_alive():
-                self._prober = threading.Thread(target=self._probe_loop, name="store-segments", daemon=True)
-                self._prober.start()
+                self._prober = SideThread(self._probe_loop, "store-segments")
         # The caller gets an Unauthorized error as an exception, so the log does not repeat it.
         level = logging.DEBUG if isinstance(error, Unauthorized) else logging.WARNING
         _LOG.log(level, "segment %s cannot be read; objects that are only there are misses: %s", place.segment, error)
