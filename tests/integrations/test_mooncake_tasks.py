@@ -135,3 +135,18 @@ def test_clears_the_replica_of_one_segment(
     assert store.batch_replica_clear(["alone"], one) == ["alone"]
     assert store.is_exist("alone") == 0
     pool.check_integrity()
+
+
+def test_its_own_name_is_its_own_memory_even_if_another_store_has_the_name(
+    store: MooncakeDistributedStore, make_store: MakeStore
+) -> None:
+    """Upstream's tests set up two stores as localhost:12345, and a put may place a replica on each of them."""
+    name, value = "127.0.0.1:10001", value_of(100_000)
+    one, other = (make_store(local_hostname=name, global_segment_size="2MB") for _ in range(2))
+    for key in ("k", "both"):
+        assert store.put(key, value, ReplicateConfig(replica_num=2, preferred_segment=name)) == 0
+    assert one.batch_replica_clear(["k"], name) == ["k"]
+    assert other.get("k") == value
+    assert endpoints(store, "k") == [name]
+    assert store.batch_replica_clear(["both"], name) == ["both"], "for others the name stands for both"
+    assert store.is_exist("both") == 0

@@ -93,6 +93,11 @@ class OfferedMemory:
         node.close()
         raise Unavailable("this store was closed")
 
+    def segments(self) -> tuple[str, ...]:
+        """Return the names of the segments that are offered now."""
+        with self._lock:
+            return tuple(self._nodes)
+
     def take_back(self, segment: str, grace_s: float) -> bool:
         """Free the segment; with `grace_s`, move its objects away first, in the background and for so long at most.
         Return False when there is no such segment.

@@ -118,8 +118,14 @@ class TaskCalls(StoreBase):
         return info
 
     def _resolve(self, endpoint: str) -> tuple[str, ...]:
+        """Return the segments of that name. This store's own name stands for its own memory: another store may have the
+        same name, and a put may have placed one replica on each.
+        """
         session = self._session
-        return () if session is None else session.names.resolve(endpoint, fresh=True)
+        if session is None:
+            return ()
+        own = session.memory.segments() if endpoint == session.hostname else ()
+        return own or session.names.resolve(endpoint, fresh=True)
 
     def _segments_named(self, endpoint: str) -> tuple[str, ...]:
         """Return the segments of that name, one at least. Raise InvalidInput when there is none."""
