@@ -208,6 +208,8 @@ def start(command: list[str], address: str, env: dict[str, str], log_path: Path)
             socket.create_connection((host, int(port)), timeout=1).close()
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()  # the caller does not know of it yet
+                process.wait()
                 raise SystemExit(f"{' '.join(command)} did not start: {log_path.read_text()}") from None
             time.sleep(0.05)
         else:
