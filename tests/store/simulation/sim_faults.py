@@ -1,4 +1,7 @@
-"""What goes wrong, when and for how long: chosen by the seed. Each seed has a few kinds of trouble, not all of them."""
+"""What goes wrong, when and for how long: chosen by the seed. Each seed has a few kinds of trouble, not all of them.
+
+A storm is another choice: the master dies again and again, often before it has heard from every node.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,19 @@ from typing import Any
 from .sim_scheduler import Process
 from .sim_world import Member, World
 
+Strike = Callable[[], None]
+
 
 class Faults:
     """`start_client` brings a client (back) to life."""
+
+    master_away_s = 4.0  # at most, after a death
 
     def __init__(self, world: World, start_client: Callable[[Member], None]) -> None:
         self._world, self._rng = world, world.rng
         self._start_client = start_client
         self.is_over = False
-        kinds: dict[str, Callable[[], None]] = {
+        kinds: dict[str, Strike] = {
             "kill master": self._kill_master,
             "power master": self._power_master,
             "kill node": self._kill_node,
@@ -31,21 +38,27 @@ class Faults:
             "stalls": self._stalls,
             "flip": self._flip,
         }
-        count = self._rng.choice((0, 1, 2, 3, 4, 6, len(kinds)))
-        chosen = self._rng.sample(sorted(kinds), count)
-        self.kinds = {name: kinds[name] for name in chosen}
+        self.kinds = self._choose(kinds)
         world.flips = "flip" in self.kinds
         if "stop client" in self.kinds:
             world.before_small_put = self._stop_in_small_put
 
+    def _choose(self, kinds: dict[str, Strike]) -> dict[str, Strike]:
+        count = self._rng.choice((0, 1, 2, 3, 4, 6, len(kinds)))
+        return {name: kinds[name] for name in self._rng.sample(sorted(kinds), count)}
+
     def plan(self, duration_s: float) -> None:
         """Troubles from now on, for so long."""
-        if not self.kinds:
-            return
+        if self.kinds:
+            self._plan(sorted(self.kinds), 0.4, duration_s)
+
+    def _plan(self, names: list[str], per_s: float, duration_s: float) -> None:
         at_s = 0.0
-        while (at_s := at_s + self._rng.expovariate(0.4)) < duration_s:
-            name = self._rng.choice(sorted(self.kinds))
-            self._world.scheduler.call_later(at_s, None, self._strike, name)
+        while (at_s := at_s + self._rng.expovariate(per_s)) < duration_s:
+            self._strike_at(at_s, self._rng.choice(names))
+
+    def _strike_at(self, at_s: float, name: str) -> None:
+        self._world.scheduler.call_later(at_s, None, self._strike, name)
 
     def _strike(self, name: str) -> None:
         if not self.is_over:
@@ -61,7 +74,7 @@ class Faults:
         if process is not None and process.is_alive:
             self._world.note("kill", process.name)
             self._world.scheduler.kill(process)
-            self._later(4.0, self._world.start_master)
+            self._later(self.master_away_s, self._world.start_master)
 
     def _power_master(self) -> None:
         world, process = self._world, self._world.master.process
@@ -72,7 +85,7 @@ class Faults:
         world.scheduler.kill(process)
         world.journal_disk.lose_power(self._rng)
         world.history.power_lost(world.journal_disk.synced_s)
-        self._later(4.0, world.start_master)
+        self._later(self.master_away_s, world.start_master)
 
     def _kill_node(self) -> None:
         member = self._rng.choice(self._world.nodes)
@@ -142,12 +155,14 @@ class Faults:
     # the network
 
     def _partition(self) -> None:
-        network = self._world.network
         hosts = ["m", *(each.host for each in self._world.nodes), "c"]
         a, b = self._rng.sample(hosts, 2) if self._rng.random() < 0.5 else ("m", self._rng.choice(hosts[1:]))
+        self._part(a, b, self._rng.choice((3.0, 15.0)))
+
+    def _part(self, a: str, b: str, most_s: float) -> None:
         self._world.note("partition", a, b)
-        network.partition(a, b)
-        self._later(self._rng.choice((3.0, 15.0)), self._heal, a, b)
+        self._world.network.partition(a, b)
+        self._later(most_s, self._heal, a, b)
 
     def _heal(self, a: str, b: str) -> None:
         self._world.note("heal", a, b)
@@ -211,3 +226,34 @@ class Faults:
         world.start_master()
         for member in world.nodes:
             world.start_node(member)
+
+
+class Storm(Faults):
+    """The master dies a few times in quick succession and is soon back each time; little else goes wrong.
+
+    Between a restart and the last node's report the master knows only a part of what its journal has lost. Deaths in
+    that time are rare among the troubles of other seeds. Between the bursts there is time to store something.
+    """
+
+    master_away_s = 0.5
+
+    def _choose(self, kinds: dict[str, Strike]) -> dict[str, Strike]:
+        others = ("kill client", "stop client", "stop node", "sever", "spikes")
+        names = ["kill master", "power master", *self._rng.sample(others, self._rng.choice((0, 1)))]
+        return {"late node": self._late_node} | {name: kinds[name] for name in names}
+
+    def plan(self, duration_s: float) -> None:
+        rng, at_s = self._rng, 0.0
+        while (at_s := at_s + rng.expovariate(0.4)) < duration_s:
+            self._strike_at(at_s, "power master")
+            self._strike_at(at_s, "late node")
+            for _ in range(rng.randint(1, 3)):
+                at_s += 0.3 + rng.random() * 1.5
+                self._strike_at(at_s, rng.choice(("kill master", "power master")))
+        others = sorted(set(self.kinds) - {"kill master", "late node", "power master"})
+        if others:
+            self._plan(others, 0.2, duration_s)
+
+    def _late_node(self) -> None:
+        """The next master hears from it late, or not at all before it dies."""
+        self._part("m", self._rng.choice(self._world.nodes).host, 3.0)

@@ -22,7 +22,7 @@ from moonpool.master.state.orders import Copies
 from moonpool.master.state.pins import PinTable
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.reads import ReadState
-from moonpool.master.state.records import Outcomes, PutsEnded
+from moonpool.master.state.records import Outcomes, PutsEnded, Recounting
 from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.master.state.unfinished_puts import AHEAD, PendingPut, UnfinishedPuts, Voiding
@@ -163,6 +163,10 @@ def _recounts_are_ignored() -> list[Change]:
     return [(moonpool.master.state.members, "reserve_unknown", lambda *args: [])]
 
 
+def _unanswered_recounts_are_forgotten() -> list[Change]:
+    return [(Members, "recounting", lambda self: Recounting([], []))]
+
+
 def _moves_are_not_journalled() -> list[Change]:
     return [(Outcomes, "placed", lambda self, table, slot: None)]
 
@@ -190,6 +194,7 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "memory is mounted again as it is": _memory_is_mounted_again_as_it_is,
     "lost registries are not missed": _lost_registries_are_not_missed,
     "recounts are ignored": _recounts_are_ignored,
+    "unanswered recounts are forgotten": _unanswered_recounts_are_forgotten,
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moonpool.store import Store
 
 from .sim_client import Program
-from .sim_faults import Faults
+from .sim_faults import Faults, Storm
 from .sim_patches import Here
 from .sim_world import Member, World
 
@@ -32,13 +32,13 @@ class Outcome:
 
 
 class Simulation:
-    def __init__(self, seed: int, keep_log: bool = False) -> None:
+    def __init__(self, seed: int, keep_log: bool = False, is_storm: bool = False) -> None:
         self.world = World(seed, keep_log)
         rng = self.world.rng
         self.world.think_s = rng.choice((0.1, 0.2, 0.4))
         self._keys = [b"key-%d" % number for number in range(rng.choice((4, 12, 30)))]
         self._programs: dict[str, Program] = {}
-        self.faults = Faults(self.world, self.start_client)
+        self.faults = (Storm if is_storm else Faults)(self.world, self.start_client)
 
     def run(self) -> Outcome:
         Here.world = self.world
@@ -238,6 +238,6 @@ class Simulation:
             scheduler.failure = None
 
 
-def run_seed(seed: int, keep_log: bool = False) -> Outcome:
-    """Inside sim_patches.simulated()."""
-    return Simulation(seed, keep_log).run()
+def run_seed(seed: int, keep_log: bool = False, is_storm: bool = False) -> Outcome:
+    """Inside sim_patches.simulated(). A storm is another history than the seed's without one."""
+    return Simulation(seed, keep_log, is_storm).run()
