@@ -22,6 +22,7 @@ import moonpool.base.rpc.breaker
 import moonpool.base.rpc.intake
 import moonpool.base.rpc.reconnect
 import moonpool.base.rpc.silence
+import moonpool.base.side_thread
 import moonpool.master.service
 import moonpool.master.state.ahead
 import moonpool.master.state.changes
@@ -225,6 +226,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             for module in (
                 moonpool.base.rpc.blocking,
                 moonpool.base.rpc.breaker,
+                moonpool.base.side_thread,
                 moonpool.store.client.session_client,
                 moonpool.store.client.master_client,
                 moonpool.store.client.directory,
@@ -233,6 +235,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 moonpool.store.client.view_ledger,
             )
         ],
+        (moonpool.base.side_thread, "_thread", SimpleNamespace(start_new_thread=lambda act, args: act(*args))),
         (moonpool.store.client.view_ledger, "SimpleQueue", lambda: SimQueue(_world().scheduler)),
         (moonpool.store.client.view_ledger, "SPARE_S", SPARE_S),
         *[
