@@ -413,6 +413,24 @@ def test_objects_that_were_written_over_are_gone() -> None:
     assert pool.used == 2
 
 
+def test_space_that_was_written_over_is_kept_by_the_next_master_too(memory: str) -> None:
+    """Whoever got it in the time that the journal lost may be at it still."""
+    pool = Pool("a", "b", granules=4, lease_s=10, put_release_s=600)
+    pool.put(b"over", 2, preferred=("a.dram",))
+    pool.put(b"both", 1, preferred=("a.dram", "b.dram"), num_replicas=2)
+    pool.crash()
+    pool.recount("b.dram")
+    pool.recount("a.dram", spans=[(G, 2 * G)])
+    assert pool.places(b"both") == ["b.dram"]
+    come_back(pool, memory)
+    pool.tick(599)
+    assert pool.used == 4
+    pool.tick(1)
+    assert pool.used == 1
+    come_back(pool, memory)
+    assert pool.used == 1, "the journal knows that it is free"
+
+
 def test_a_node_is_asked_about_the_time_that_an_earlier_master_lost(memory: str) -> None:
     """It did not answer that master, which placed objects on another node meanwhile."""
     pool = Pool("a", "b", granules=4, lease_s=10)

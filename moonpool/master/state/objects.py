@@ -179,8 +179,12 @@ class PoolObjects:
         self.counters["stored"] += len(keys)
         return slots
 
-    def drop(self, slot: int, reason: RemovalReason, now_s: float, *, is_void: bool = False) -> None:
-        """Remove the object, and free its space when its leases and pins end. `is_void`: its replicas are void."""
+    def drop(
+        self, slot: int, reason: RemovalReason, now_s: float, *, is_void: bool = False, is_written: bool = False
+    ) -> None:
+        """Remove the object, and free its space when its leases and pins end. `is_void`: its replicas are void.
+        `is_written`: somebody whom the journal does not know may write to its space until then.
+        """
         table = self.table
         key, nbytes, flags = table.keys[slot], table.nbytes[slot], table.flags[slot]
         assert key is not None
@@ -199,15 +203,17 @@ class PoolObjects:
             self.pins.detach(slot, places, table.lease_until_s[slot])
             self.outcomes.add(Viewed(key, places, nbytes, ended=True))
         else:
-            self._space.free_at(table.lease_until_s[slot], places, nbytes, now_s)
+            self._free(slot, places, now_s, is_written)
         if not flags & Flag.DORMANT:
             self.changes.removed(key)
         table.discard(slot)
         self.removals.record(key, reason, now_s)
         self.outcomes.dropped(key, reason)
 
-    def drop_replicas(self, slot: int, gone: Iterable[Replica], now_s: float) -> None:
-        """Remove some DRAM replicas of an object that has other replicas, perhaps only on an SSD that is away."""
+    def drop_replicas(self, slot: int, gone: Iterable[Replica], now_s: float, *, is_written: bool = False) -> None:
+        """Remove some DRAM replicas of an object that has other replicas, perhaps only on an SSD that is away.
+        `is_written`: as in drop().
+        """
         table = self.table
         gone = list(gone)
         places: list[Place] = [(each.segment, each.offset) for each in gone]
@@ -215,11 +221,19 @@ class PoolObjects:
             self.pins.keep(slot, places, table.lease_until_s[slot])
             self.outcomes.add(Viewed(table.key(slot), places, table.nbytes[slot], ended=False))
         else:
-            self._space.free_at(table.lease_until_s[slot], places, table.nbytes[slot], now_s)
+            self._free(slot, places, now_s, is_written)
         self.void(slot, gone, now_s)
         self.set_dram(slot, [each for each in table.dram_replicas(slot) if each not in gone])
         if not self.tier(slot):
             self.mark_dormant(slot)
+
+    def _free(self, slot: int, places: Sequence[Place], now_s: float, is_written: bool) -> None:
+        """Free space of the object when its lease ends."""
+        until_s, nbytes = self.table.lease_until_s[slot], self.table.nbytes[slot]
+        if is_written and places:
+            self._space.keep_unknown(until_s, places, nbytes)
+        else:
+            self._space.free_at(until_s, places, nbytes, now_s)
 
     def void(self, slot: int, gone: Sequence[Replica], now_s: float) -> None:
         """Report replicas that leave the object while a reader may remember them."""
@@ -230,13 +244,15 @@ class PoolObjects:
     def lose_replicas(
         self, slot: int, lost: Sequence[Replica], reason: RemovalReason, until_s: float, now_s: float
     ) -> None:
-        """Remove DRAM replicas that another process may overwrite until `until_s`; their space is freed no earlier."""
+        """Remove DRAM replicas that another process may overwrite until `until_s`. Their space is freed no earlier, by
+        the next master too; except for space that is viewed, which the next master frees with the last view.
+        """
         lease_until_s = self.table.lease_until_s[slot]
         self.table.lease_until_s[slot] = max(lease_until_s, until_s)  # their space is freed then
         if len(lost) == len(self.table.dram_replicas(slot)) and not self.table.ssd_segment[slot]:
-            self.drop(slot, reason, now_s)
+            self.drop(slot, reason, now_s, is_written=True)
         else:
-            self.drop_replicas(slot, lost, now_s)
+            self.drop_replicas(slot, lost, now_s, is_written=True)
             self.table.lease_until_s[slot] = lease_until_s
 
     def set_dram(self, slot: int, replicas: Sequence[Replica]) -> None:
