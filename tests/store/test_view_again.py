@@ -32,10 +32,13 @@ class ViewingStore:
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.num_lookups = store, 0
+        self.sessions: list[int] = []  # of the look-ups
         original = store.master.call_noting_repeats
 
         def call(call: Any, meanwhile: Any = None) -> Any:
-            self.num_lookups += type(call).__name__ == "Lookup"
+            if type(call).__name__ == "Lookup":
+                self.num_lookups += 1
+                self.sessions.append(call.session)
             return original(call, meanwhile)
 
         monkeypatch.setattr(store.master, "call_noting_repeats", call)
@@ -96,6 +99,30 @@ def test_a_pin_from_before_a_lost_connection_is_not_used(pool: FacadePool, viewe
     viewer.store.exist("another key")  # connects: of "k" the memory here tells that it exists
     assert viewer.look("k") == VALUE
     assert viewer.num_lookups == 2
+
+
+def test_views_after_a_lost_connection_have_another_session(pool: FacadePool, viewer: ViewingStore) -> None:
+    """A master that lost power may have lost the pin of the open view. If the pins had one session, the end of that
+    view would end the pin of a newer one.
+    """
+    with viewer.store.view("k") as old:
+        viewer.store.master._rpc._drop()
+        viewer.store.exist("another key")  # connects
+        pool.store().upsert("k", b"new")
+        with viewer.store.view("k") as new, viewer.store.view("k"):
+            assert bytes(old.pieces[0]) == VALUE
+            assert bytes(new.pieces[0]) == b"new"
+    before, after, again = viewer.sessions
+    assert before != after == again
+
+
+def test_a_look_up_that_connects_again_is_the_last_of_its_session(viewer: ViewingStore) -> None:
+    with viewer.store.view("k"):
+        viewer.store.master._rpc._drop()
+        with viewer.store.view("k"), viewer.store.view("k"), viewer.store.view("k"):
+            pass
+    before, while_connecting, after, again = viewer.sessions
+    assert before == while_connecting != after == again
 
 
 def test_the_pin_ends_some_time_after_the_last_view(

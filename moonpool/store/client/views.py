@@ -68,6 +68,7 @@ class ClientViews:
         self._directory, self._counters = reads.tools.directory, reads.tools.counters
         self._verified = VerifiedCache(max_verified_views)
         self._ledger = ViewLedger(max_view_nbytes, self._unpin, self._end_session)
+        self._pinned: tuple[int, object] = 0, None  # the session of the last pins, and the connection at that time
 
     def close(self) -> None:
         """Idempotent."""
@@ -128,10 +129,13 @@ class ClientViews:
         notice the end of this process.
         """
         with self._ledger.pinning:
+            self._retire_if_reconnected()
             session = self._sessions.session()
             if session:
                 asked_s = self._reads.remembered.now_s()
                 session, infos = self._lookup_for(session, keys)
+                self._retire_if_reconnected()
+                self._pinned = session, self._master.connection
                 self._reads.remembered.add(infos, asked_s)
                 found = [info for info in self._reads.counted(infos) if info is not None]
                 return infos, iter(self._ledger.add_pins(found, session, self._master.connection) if session else ())
@@ -151,6 +155,15 @@ class ClientViews:
         if repeated:  # the objects may be pinned twice
             self._retire(session)
         return session, found
+
+    def _retire_if_reconnected(self) -> None:
+        """Pins of one connection have a session of their own: a master that lost power may have lost the older ones. In
+        place of a lost pin it would end a newer one of the same session and key, whose object is in view.
+        """
+        session, connection = self._pinned
+        if session and connection is not self._master.connection:
+            self._retire(session)
+            self._pinned = 0, None
 
     def _retire(self, session: int) -> None:
         """Use another session from now on: it is not known which pins the master holds for this one."""
