@@ -12,12 +12,11 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 from moonpool.base.checksum import crc32c
+from moonpool.bench.store_objects import MIB, times_s
 
-_MIB = 1 << 20
 _GET, _PUT, _DONE = b"g", b"p", b"."
 _TIMEOUT_S = 30.0
 
@@ -34,10 +33,10 @@ def bare_gb_s(op: str, count: int, seconds: float) -> float:
                 connection, _ = listener.accept()
                 with connection:
                     connection.settimeout(_TIMEOUT_S)
-                    pass_s = _mean_s(_pass_of(op, connection, count), seconds)
+                    pass_s = statistics.mean(times_s(_pass_of(op, connection, count), seconds))
             finally:
                 process.kill()
-    return count * _MIB / pass_s / 1e9
+    return count * MIB / pass_s / 1e9
 
 
 def _pass_of(op: str, connection: socket.socket, count: int) -> Callable[[], None]:
@@ -59,17 +58,6 @@ def _pass_of(op: str, connection: socket.socket, count: int) -> Callable[[], Non
     return {"get": get, "put": put}[op]
 
 
-def _mean_s(work: Callable[[], None], for_s: float) -> float:
-    work()
-    taken_s: list[float] = []
-    ends_s = time.perf_counter() + for_s
-    while not taken_s or time.perf_counter() < ends_s:
-        started_s = time.perf_counter()
-        work()
-        taken_s.append(time.perf_counter() - started_s)
-    return statistics.mean(taken_s)
-
-
 def _serve(port: int, count: int) -> None:
     pages = _pages(count)
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -84,8 +72,8 @@ def _serve(port: int, count: int) -> None:
 
 
 def _pages(count: int) -> list[memoryview]:
-    memory = memoryview(bytearray(b"\x5a" * (count * _MIB)))
-    return [memory[start : start + _MIB] for start in range(0, count * _MIB, _MIB)]
+    memory = memoryview(bytearray(b"\x5a" * (count * MIB)))
+    return [memory[start : start + MIB] for start in range(0, count * MIB, MIB)]
 
 
 def _receive(connection: socket.socket, page: memoryview) -> None:

@@ -414,7 +414,7 @@ def test_objects_that_were_written_over_are_gone() -> None:
 
 
 def test_space_that_was_written_over_is_kept_by_the_next_master_too(memory: str) -> None:
-    """Whoever got it in the time that the journal lost may be at it still."""
+    """The client that got it by a grant that the journal lost may still write to it."""
     pool = Pool("a", "b", granules=4, lease_s=10, put_release_s=600)
     pool.put(b"over", 2, preferred=("a.dram",))
     pool.put(b"both", 1, preferred=("a.dram", "b.dram"), num_replicas=2)

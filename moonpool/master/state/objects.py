@@ -183,7 +183,7 @@ class PoolObjects:
         self, slot: int, reason: RemovalReason, now_s: float, *, is_void: bool = False, is_written: bool = False
     ) -> None:
         """Remove the object, and free its space when its leases and pins end. `is_void`: its replicas are void.
-        `is_written`: somebody whom the journal does not know may write to its space until then.
+        `is_written`: a client whose grant the journal lost may write to its space until then.
         """
         table = self.table
         key, nbytes, flags = table.keys[slot], table.nbytes[slot], table.flags[slot]
