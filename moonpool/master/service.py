@@ -98,6 +98,8 @@ class Master:
     def _restore(self, journal: Journal, replay: Iterator[bytes]) -> LivePool:
         config, epoch = self.config, journal.epoch
         state = PoolState(config, epoch, journalled=config.journal)
+        if config.journal:
+            state.outcomes.unsynced.num_synced = lambda: journal.num_synced
         feed = ChangeFeed(config.max_pending_event_keys, config.max_replay_event_keys, epoch << EPOCH_BITS)
         count = restore(state, replay if config.journal else iter(()), self.clock.now_s())
         if count:

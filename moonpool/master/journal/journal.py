@@ -90,6 +90,8 @@ class Journal:
         self._file, unopened = _file_to_append_to(folder, found)
         self._older_nbytes = sum(extent.nbytes for extent in found.journals if extent.number != self._file.number)
         self._snapshot_nbytes = found.snapshot_nbytes
+        self._num_appended = 1  # calls of append(), and one for what was found
+        self.num_synced = 0  # so many of these are on disk, in order and without a gap
         self._retired: list[JournalFile] = []  # full journal files that may not be on disk yet
         self._names_changed = True
         self._lost_at: int | None = None  # number of the journal file in use when a write or sync failed
@@ -102,6 +104,7 @@ class Journal:
         self._lock = threading.RLock()  # the fields above, and the order of writes
         self._syncing = threading.Lock()  # one sync at a time; taken before _lock
         self._dirty = threading.Event()
+        self._dirty.set()  # what was found may not be on disk yet
         self._stopping = threading.Event()
         self._report_start_errors(epoch.write_error, unopened)
         self._thread = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
@@ -187,6 +190,7 @@ class Journal:
         with self._lock:
             if self._closed:
                 raise Unavailable("the journal is closed")
+            self._num_appended += 1 if data else 0
             if self._has_gap:
                 raise Unavailable(f"{self._error}; nothing can be added before the next snapshot")
             try:
@@ -214,11 +218,13 @@ class Journal:
                     self._file.nbytes,
                     self._names_changed,
                 )
+                num_appended = self._num_appended
                 self._dirty.clear()
                 if self._closed:
                     raise Unavailable("the journal is closed")
-            if not retired and not names_changed and file.synced_nbytes == nbytes:
-                return
+                if not retired and not names_changed and file.synced_nbytes == nbytes:
+                    self._count_synced(num_appended)
+                    return
             try:
                 for each in (*retired, file):
                     each.sync()
@@ -228,6 +234,11 @@ class Journal:
                 raise self._lost(error) from error
             with self._lock:
                 self._synced(retired, file, nbytes)
+                self._count_synced(num_appended)
+
+    def _count_synced(self, num_appended: int) -> None:
+        if self._lost_at is None:
+            self.num_synced = num_appended
 
     def _synced(self, retired: list[JournalFile], file: JournalFile, nbytes: int) -> None:
         for each in retired:

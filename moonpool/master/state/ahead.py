@@ -20,7 +20,7 @@ from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.puts import Puts
-from moonpool.master.state.records import Named, PutsEnded
+from moonpool.master.state.records import Named
 from moonpool.master.state.segments import SegmentTable
 from moonpool.master.state.space import Generations, PoolSpace
 from moonpool.master.state.table import Flag
@@ -134,7 +134,7 @@ class SpaceAhead:
             outcomes.add(Named(generation, key, put.nbytes, flags, identity, options.soft_pin_s))
             del puts.pending[key]
             puts.store(held, now_s)
-            outcomes.add(PutsEnded([key], [generation], {}))
+            outcomes.ended([key], [generation], {})
         elif refused in (STORED, UNDER_WAY):
             held.turn = max(held.turn, put.turn + 1)
         segment = self._segments.by_number.get(held.places[0][0])

@@ -10,7 +10,7 @@ from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.evictor import Evictor
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.objects import FIRST_SESSION
-from moonpool.master.state.records import Granted, PutsEnded, shortened
+from moonpool.master.state.records import Granted, shortened
 from moonpool.master.state.segments import Place, SegmentTable
 from moonpool.master.state.space import Generations, PoolSpace
 from moonpool.master.state.table import Flag, Replica
@@ -319,7 +319,7 @@ class Puts(UnfinishedPuts):
             done.append(put)
         slots = self._store_all(done, all_plain, now_s)
         if done:
-            self._index.outcomes.add(PutsEnded([put.key for put in done], [put.generation for put in done], left))
+            self._index.outcomes.ended([put.key for put in done], [put.generation for put in done], left)
         return refusals, slots
 
     def _are_all_plain(self, keys: Sequence[bytes], generations: Sequence[int], too_old_s: float) -> bool:

@@ -16,6 +16,7 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.segments import Place
 from moonpool.master.state.table import Flag, ObjectTable, Replica
+from moonpool.master.state.unsynced import UnsyncedKeys
 from moonpool.store.messages import Tier
 
 
@@ -299,10 +300,17 @@ class Outcomes:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.records: list[Record] = []
+        self.unsynced = UnsyncedKeys()
 
     def add(self, record: Record) -> None:
         if self.enabled:
             self.records.append(record)
+
+    def ended(self, keys: list[bytes], generations: list[int], left: dict[int, list[Place]]) -> None:
+        """Record puts that are objects now; see PutsEnded."""
+        if self.enabled:
+            self.records.append(PutsEnded(keys, generations, left))
+            self.unsynced.add(keys)
 
     def dropped(self, key: bytes, reason: RemovalReason) -> None:
         """Record a removed object. Consecutive ones share one record."""
@@ -324,9 +332,11 @@ class Outcomes:
             last = Placed([], [], [], [], [], [], [], {}, {})
             self.records.append(last)
         last.add(table, slot)
+        self.unsynced.add((table.key(slot),))
 
     def take(self) -> Sequence[bytes]:
         if not self.records:
             return ()
         records, self.records = self.records, []
+        self.unsynced.num_entries += 1
         return [encode(records)]

@@ -9,6 +9,7 @@ replica's header: from then on no reader takes it for an object unless it asks t
 - When a replica leaves in another way, its key is not settled until the node has voided it, or the lease is over. A
   removal is not reported as done before its keys are settled, and no value becomes visible under a key that is not.
 
+A master that lost power knows nothing of the last moments, so what is not on disk is not remembered (unsynced.py).
 Eviction waits for the lease, so it voids nothing. A node that is silent is given up by the master only when no reader
 remembers its replicas any more (remember_s).
 """
@@ -57,9 +58,11 @@ class Voids:
         return max(0.0, min(self._rules.lease_s, self._heard_s + self._rules.segment_ttl_s - now_s))
 
     def may_remember(self, key: bytes) -> bool:
-        """Return whether a reader may remember where the object is: no upsert is about to replace it."""
+        """Return whether a reader may remember where the object is: no upsert is about to replace it, and the journal
+        has it on disk, so that the next master knows of it too.
+        """
         put = self._pending.get(key)
-        return put is None or not put.terms.replace
+        return (put is None or not put.terms.replace) and key not in self._outcomes.unsynced
 
     def begin_upsert(
         self, put: PendingPut, nbytes: int, replicas: Sequence[Replica], until_s: float, now_s: float

@@ -45,11 +45,14 @@ class SimJournal:
         self.epoch = disk.epoch
         self._disk, self._scheduler, self._process = disk, scheduler, process
         self._sync_s, self._snapshot_entries = sync_s, snapshot_entries
-        self._sync_planned = False
+        self._num_appended, self.num_synced = 1, 0
+        self._sync_planned = True
+        scheduler.call_later(sync_s, process, self._sync)
         self._writing: SimSnapshot | None = None
 
     def append(self, records: bytes | Sequence[bytes]) -> None:
         several = [records] if isinstance(records, bytes) else records
+        self._num_appended += 1
         self._disk.entries.extend(bytes(each) for each in several)
         if not self._sync_planned:
             self._sync_planned = True
@@ -59,6 +62,7 @@ class SimJournal:
         self._sync_planned = False
         self._disk.num_synced = len(self._disk.entries)
         self._disk.synced_s = self._scheduler.now_s
+        self.num_synced = self._num_appended
 
     @property
     def should_snapshot(self) -> bool:

@@ -26,6 +26,7 @@ from moonpool.master.state.records import Outcomes, PutsEnded, Recounting
 from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.master.state.unfinished_puts import AHEAD, PendingPut, UnfinishedPuts, Voiding
+from moonpool.master.state.unsynced import UnsyncedKeys
 from moonpool.master.state.voids import Voids
 from moonpool.transfer.memory.fence import Fence
 
@@ -167,6 +168,10 @@ def _unanswered_recounts_are_forgotten() -> list[Change]:
     return [(Members, "recounting", lambda self: Recounting([], []))]
 
 
+def _what_is_not_synced_is_remembered() -> list[Change]:
+    return [(UnsyncedKeys, "__contains__", lambda self, key: False)]
+
+
 def _moves_are_not_journalled() -> list[Change]:
     return [(Outcomes, "placed", lambda self, table, slot: None)]
 
@@ -195,6 +200,7 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "lost registries are not missed": _lost_registries_are_not_missed,
     "recounts are ignored": _recounts_are_ignored,
     "unanswered recounts are forgotten": _unanswered_recounts_are_forgotten,
+    "what is not synced is remembered": _what_is_not_synced_is_remembered,
 }
 
 

@@ -27,6 +27,7 @@ import moonpool.master.service
 import moonpool.master.state.ahead
 import moonpool.master.state.changes
 import moonpool.master.state.orders
+import moonpool.master.state.recovery
 import moonpool.master.state.segments
 import moonpool.master.state.snapshot
 import moonpool.node.copying
@@ -162,19 +163,27 @@ def _record(original: Any) -> Any:
 
 def _quarantine(original: Any) -> Any:
     def quarantine(self: Any, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
-        world, is_counted = _world(), _is_counted(self._segments.get(segment))
+        world, at, slot = _world(), self._segments.get(segment), self._index.table.find(key)
+        is_counted = at is None or at.recount_above in (None, SESSIONS_ALONE)
+        nbytes = 0 if slot is None else self._index.table.nbytes[slot]
         found: bool = original(self, key, generation, segment, offset, now_s)
         world.note("quarantine", key, generation, segment, offset, found)
-        if found and not world.history.num_flips and (is_counted or not world.history.lost_times_s):
+        may_be_lost = world.history.lost_times_s and (
+            not is_counted or world.was_written_by_lost_grant(segment, offset, nbytes)
+        )
+        if found and not world.history.num_flips and not may_be_lost:
             world.violated(f"a replica of {key!r} on {segment} is damaged, and nobody has done it")
         return found
 
     return quarantine
 
 
-def _is_counted(segment: Any) -> bool:
-    """Whether the master has heard what was overwritten there in the time that its journal lost."""
-    return segment is None or segment.recount_above in (None, SESSIONS_ALONE)
+def _finish_segments(original: Any) -> Any:
+    def finish_segments(self: Any) -> None:
+        _world().lost_generations.append(range(self._last_generation + 1, self._state.generations.last))
+        original(self)
+
+    return finish_segments
 
 
 def _end(original: Any) -> Any:
@@ -272,6 +281,11 @@ def _patches() -> list[tuple[Any, str, Any]]:
             moonpool.master.state.orders.Copies,
             "quarantine",
             _quarantine(moonpool.master.state.orders.Copies.quarantine),
+        ),
+        (
+            moonpool.master.state.recovery._Recovery,
+            "_finish_segments",
+            _finish_segments(moonpool.master.state.recovery._Recovery._finish_segments),
         ),
         (moonpool.master.state.segments.SegmentTable, "end", _end(moonpool.master.state.segments.SegmentTable.end)),
         (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),

@@ -18,7 +18,7 @@ from moonpool.node.service import Node
 from moonpool.node.ssd import SsdConfig
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
-from moonpool.store.messages import GRANULE_NBYTES, Placement
+from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
 from moonpool.transfer.memory.segment import Segment
 
 from .sim_disk import SimOs
@@ -126,6 +126,7 @@ class World:
         self.snapshot_entries = self.rng.choice((20, 60, 100_000))
         self.sync_s = self.rng.choice((0.1, 1.0))  # of the journal
         self._digest = hashlib.blake2b(digest_size=16)
+        self.lost_generations: list[range] = []  # issued by masters whose journal lost that, or never issued
         self._last_incarnation = 0
         self._supervised = True
         self.master = Member("master", "m")
@@ -157,6 +158,17 @@ class World:
         replay = list(self.journal_disk.replay())
         made = SimJournal(self.journal_disk, self.scheduler, process, self.sync_s, self.snapshot_entries)
         return made, iter(replay)
+
+    def was_written_by_lost_grant(self, segment: str, offset: int, nbytes: int) -> bool:
+        """The master that granted this space lost power, and the next one believes in what the space had before. Where
+        the node was recounted before the write came, that is known only when the object is read.
+        """
+        for member in self.nodes:
+            if member.program is not None and member.program.segment.name == segment:
+                fence = member.program.segment.fence
+                stamps = set(fence._table[offset // GRANULE_NBYTES :][: num_granules(nbytes)].tolist())
+                return any(stamp in lost for stamp in stamps for lost in self.lost_generations)
+        return False
 
     # telling
 

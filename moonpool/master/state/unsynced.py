@@ -1,0 +1,55 @@
+"""Keys whose places a power failure of the master may still undo. Pure.
+
+A call is answered when its records are in the page cache, and the disk has them a moment later. If power fails in
+between, the next master does not know of new objects and new replicas. A reader that remembered them would find them
+after their key got another value from that master. So look-ups let no client remember an object before the record of
+its latest place is on disk.
+
+The journal's entries are counted from 1, which stands for all that a master has found in the journal at its start.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+_MAX_KEYS = 65_536  # if the disk takes longer than this many, nothing is remembered until it has all of them
+
+
+def _all_synced() -> int:
+    return 1 << 62
+
+
+class UnsyncedKeys:
+    """`num_synced` returns how many entries are on disk; by default all are, at once."""
+
+    def __init__(self) -> None:
+        self.num_synced: Callable[[], int] = _all_synced
+        self.num_entries = 1  # that were written to the journal
+        self._entry_of: dict[bytes, int] = {}  # the entry that has the key's latest place
+        self._keys: deque[tuple[int, Sequence[bytes]]] = deque()  # the same by entry, oldest first
+        self._all_up_to = 1  # all keys count as changed by this entry
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """The next entry has new places of these keys."""
+        entry = self.num_entries + 1
+        self._forget_synced()
+        self._entry_of.update(dict.fromkeys(keys, entry))
+        self._keys.append((entry, keys))
+        if len(self._entry_of) > _MAX_KEYS:
+            self._entry_of.clear()
+            self._keys.clear()
+            self._all_up_to = entry
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether a power failure may undo the key's latest place."""
+        entry = max(self._entry_of.get(key, 0), self._all_up_to)
+        return entry > self.num_synced()
+
+    def _forget_synced(self) -> None:
+        num_synced = self.num_synced()
+        while self._keys and self._keys[0][0] <= num_synced:
+            entry, keys = self._keys.popleft()
+            for key in keys:
+                if self._entry_of.get(key) == entry:
+                    del self._entry_of[key]
