@@ -127,6 +127,7 @@ class ReadState:
         that has more replicas in memory than `num_replicas` says (empty: as many as there are), so that readers of a
         hot key find the new ones.
         """
+        remember_s = self._voids.remember_s(now_s)
         slots = self._index.find_many(keys, now_s)
         counts = num_replicas or [MAX_REPLICAS] * len(keys)
         is_there = [
@@ -137,7 +138,7 @@ class ReadState:
         self._lease(found, now_s)
         self._count_uses(found, now_s)
         self.counters["hits"] += len(keys)  # those that left since were hits, too
-        return RenewedLeases(is_there, self._voids.remember_s(now_s))
+        return RenewedLeases(is_there, remember_s)
 
     def _has_replica(self, slot: int, generation: int, max_replicas: int) -> bool:
         """Return whether a replica in memory has this generation, and there are no more than that many."""

@@ -21,7 +21,9 @@ def _all_synced() -> int:
 
 
 class UnsyncedKeys:
-    """`num_synced` returns how many entries are on disk; by default all are, at once."""
+    """Contains the keys whose latest place is not on disk, as of the last call of update(). `num_synced` returns how many
+    entries are on disk; by default all are, at once.
+    """
 
     def __init__(self) -> None:
         self.num_synced: Callable[[], int] = _all_synced
@@ -33,23 +35,24 @@ class UnsyncedKeys:
     def add(self, keys: Sequence[bytes]) -> None:
         """The next entry has new places of these keys."""
         entry = self.num_entries + 1
-        self._forget_synced()
         self._entry_of.update(dict.fromkeys(keys, entry))
         self._keys.append((entry, keys))
+        if len(self._entry_of) > _MAX_KEYS:
+            self.update()
         if len(self._entry_of) > _MAX_KEYS:
             self._entry_of.clear()
             self._keys.clear()
             self._all_up_to = entry
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether a power failure may undo the key's latest place."""
-        entry = max(self._entry_of.get(key, 0), self._all_up_to)
-        return entry > self.num_synced()
+        return key in self._entry_of
 
-    def _forget_synced(self) -> None:
+    def update(self) -> bool:
+        """Forget the keys that are on disk by now. Return False if all keys count as not on disk."""
         num_synced = self.num_synced()
         while self._keys and self._keys[0][0] <= num_synced:
             entry, keys = self._keys.popleft()
             for key in keys:
                 if self._entry_of.get(key) == entry:
                     del self._entry_of[key]
+        return self._all_up_to <= num_synced

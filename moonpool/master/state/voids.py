@@ -51,7 +51,9 @@ class Voids:
         self._heard_s = self._looked_s = float("-inf")  # the oldest of the nodes' last heartbeats, and when that was so
 
     def remember_s(self, now_s: float) -> float:
-        """Return for how long a reader may remember what a look-up finds now."""
+        """Return for how long a reader may remember what a look-up finds now. Call it before may_remember()."""
+        if not self._outcomes.unsynced.update():
+            return 0.0
         if now_s >= self._looked_s + _HEARD_FOR_S:  # in between nodes are only heard again, which is later
             heard_s = [each.heard_s for each in self._segments.of_tier(Tier.DRAM) if not each.is_away]
             self._heard_s, self._looked_s = min(heard_s, default=now_s), now_s
