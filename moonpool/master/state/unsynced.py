@@ -21,8 +21,9 @@ def _all_synced() -> int:
 
 
 class UnsyncedKeys:
-    """Contains the keys whose latest place is not on disk, as of the last call of update(). `num_synced` returns how many
-    entries are on disk; by default all are, at once.
+    """Contains the keys whose latest place is not on disk, as of the last call of update().
+
+    `num_synced` returns how many entries are on disk; by default all are, at once.
     """
 
     def __init__(self) -> None:
