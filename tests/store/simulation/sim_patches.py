@@ -169,7 +169,7 @@ def _quarantine(original: Any) -> Any:
         found: bool = original(self, key, generation, segment, offset, now_s)
         world.note("quarantine", key, generation, segment, offset, found)
         may_be_lost = world.history.lost_times_s and (
-            not is_counted or world.was_written_by_lost_grant(segment, offset, nbytes)
+            not is_counted or world.was_written_too_late(segment, offset, nbytes)
         )
         if found and not world.history.num_flips and not may_be_lost:
             world.violated(f"a replica of {key!r} on {segment} is damaged, and nobody has done it")
@@ -184,6 +184,15 @@ def _finish_segments(original: Any) -> Any:
         original(self)
 
     return finish_segments
+
+
+def _recount(original: Any) -> Any:
+    async def recount(self: Any, client: Any, above: int) -> None:
+        if above != SESSIONS_ALONE:
+            _world().counted_stamps[self.segment.name] = self.segment.fence._table.copy()
+        await original(self, client, above)
+
+    return recount
 
 
 def _end(original: Any) -> Any:
@@ -287,6 +296,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
             "_finish_segments",
             _finish_segments(moonpool.master.state.recovery._Recovery._finish_segments),
         ),
+        (moonpool.node.mount.DramMount, "_recount", _recount(moonpool.node.mount.DramMount._recount)),
         (moonpool.master.state.segments.SegmentTable, "end", _end(moonpool.master.state.segments.SegmentTable.end)),
         (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),
         *[(module, "ThreadPoolExecutor", SimPool) for module in (moonpool.node.orders, moonpool.node.offloading)],

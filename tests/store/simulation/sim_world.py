@@ -10,6 +10,9 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moonpool.base.errors import MoonpoolError
 from moonpool.master.service import Master, MasterConfig
 from moonpool.master.state.table import Flag
@@ -127,6 +130,7 @@ class World:
         self.sync_s = self.rng.choice((0.1, 1.0))  # of the journal
         self._digest = hashlib.blake2b(digest_size=16)
         self.lost_generations: list[range] = []  # issued by masters whose journal lost that, or never issued
+        self.counted_stamps: dict[str, NDArray[np.uint64]] = {}  # of a node's memory when it was recounted last
         self._last_incarnation = 0
         self._supervised = True
         self.master = Member("master", "m")
@@ -159,16 +163,18 @@ class World:
         made = SimJournal(self.journal_disk, self.scheduler, process, self.sync_s, self.snapshot_entries)
         return made, iter(replay)
 
-    def was_written_by_lost_grant(self, segment: str, offset: int, nbytes: int) -> bool:
-        """The master that granted this space lost power, and the next one believes in what the space had before. Where
-        the node was recounted before the write came, that is known only when the object is read.
+    def was_written_too_late(self, segment: str, offset: int, nbytes: int) -> bool:
+        """The master that granted this space lost power, and the next one believes in what the space had before. It
+        cannot know better where the write came after the node's report.
         """
-        for member in self.nodes:
-            if member.program is not None and member.program.segment.name == segment:
-                fence = member.program.segment.fence
-                stamps = set(fence._table[offset // GRANULE_NBYTES :][: num_granules(nbytes)].tolist())
-                return any(stamp in lost for stamp in stamps for lost in self.lost_generations)
-        return False
+        programs = [each.program for each in self.nodes if each.program is not None]
+        fences = [each.segment.fence for each in programs if each.segment.name == segment]
+        if not fences or segment not in self.counted_stamps:
+            return False
+        here = slice(offset // GRANULE_NBYTES, offset // GRANULE_NBYTES + num_granules(nbytes))
+        counted, found = self.counted_stamps[segment][here].tolist(), fences[0]._table[here].tolist()
+        late = {after for before, after in zip(counted, found, strict=True) if before != after}
+        return any(stamp in lost for stamp in late for lost in self.lost_generations)
 
     # telling
 
