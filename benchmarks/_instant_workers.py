@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from moonpool.base.cluster import CONDUCTOR_SERVICE, REQUEST_LIMITS, WORKER_SERVICE, RegisterWorker, WorkerRole
 from moonpool.base.cluster import WorkerInfo as Info
 from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.errors import NotFound
 from moonpool.base.metrics import GetMetrics, MetricFamily, process_metrics, snapshot
 from moonpool.base.rpc import AsyncClient, Call, RpcServer
 from moonpool.conductor.service import Conductor, ConductorConfig
@@ -98,7 +99,9 @@ class InstantWorkers:
             del self._handed_over[key]
 
     def _prefill(self, call: Prefill, _peer: object) -> PrefillReply:
-        handed_over = self._handed_over[call.spec.request_id, call.spec.epoch]
+        handed_over = self._handed_over.get((call.spec.request_id, call.spec.epoch))
+        if handed_over is None:
+            raise NotFound("the client has left, and with it the stream of this request")
         is_over = self._wanted(call.spec) == 1
         if not is_over and not handed_over.done():
             handed_over.set_result(None)

@@ -12,6 +12,10 @@ The baseline, measured in the same run on the same core: a bare ASGI app under u
 an answer of the same size. `cpu per request` is the front end's own processor time, which other load on the machine
 changes little; its inverse is what a core could answer at most. Latency is measured by `wrk` from the request's first
 byte to the answer's last, at about `--rate` requests per second, conductor and workers included.
+
+`relay` is the bare app once more, which also exchanges the messages of a request with the conductor and the workers:
+the same prompt each time, whose tokens and keys are known from the start. What the front end takes longer than the
+relay, at the same rate, is what it adds itself (`added`): checks, templates, tokens to text and back, records, metrics.
 """
 
 from __future__ import annotations
@@ -30,8 +34,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 from _instant_workers import InstantCluster
 from _live_load import free_port, process_cpu_s, wait
+
+from moonpool.base.clock import Deadline
+from moonpool.base.keys import chain_keys
+from moonpool.conductor.messages import PrefillEnded, RequestEnded, Route
+from moonpool.engine.sequence import SamplingParams
+from moonpool.frontend.attempt import Attempt
+from moonpool.frontend.workers import Connections
+from moonpool.worker.messages import RequestSpec
 
 MODEL = "smollm2"
 _TEXT = (
@@ -140,9 +153,9 @@ def front_end(folder: Path, conductor_address: str, core: int, *more_options: st
 
 
 @contextlib.contextmanager
-def bare_server(answer_nbytes: int, core: int) -> Iterator[Server]:
+def helper_server(core: int, kind: str, *arguments: object) -> Iterator[Server]:
     port = free_port()
-    command = [sys.executable, __file__, "--as-bare", str(port), str(answer_nbytes)]
+    command = [sys.executable, __file__, kind, str(port), *map(str, arguments)]
     with _process(command, core, f"http://127.0.0.1:{port}") as server:
         wait(lambda: httpx.post(server.url).is_success, "the baseline")
         yield server
@@ -158,20 +171,64 @@ def _process(command: Sequence[str], core: int, url: str) -> Iterator[Server]:
         process.wait(20)
 
 
-def bare_main(port: str, nbytes: str) -> None:
-    """Serve an app that reads each body and answers with `nbytes` bytes."""
+def helper_main(port: str, nbytes: str, conductor_address: str | None = None) -> None:
+    """Serve an app that reads each body and answers with `nbytes` bytes, as a relay if there is a conductor."""
     import uvicorn
 
-    answer = bytes(int(nbytes))
+    answer, relay = bytes(int(nbytes)), None if conductor_address is None else Relay(conductor_address)
     headers = [(b"content-type", b"application/json"), (b"content-length", nbytes.encode())]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body", False):
             pass
+        if relay is not None:
+            await relay.exchange()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
 
     uvicorn.run(app, port=int(port), http="httptools", loop="uvloop", lifespan="off", log_level="error")
+
+
+class Relay:
+    """Exchanges a request's messages with the conductor and the workers, and does nothing else."""
+
+    def __init__(self, conductor_address: str) -> None:
+        self._connections = Connections(conductor_address)
+        self._number = 0
+        root = bytes(32)
+        tokens = list(range(1000, 1096))
+        self._keys = chain_keys(root, tokens, 16)
+        self._spec = RequestSpec(
+            request_id="",
+            epoch=0,
+            tokens=tokens,
+            num_prompt_tokens=len(tokens),
+            root=root,
+            params=SamplingParams(max_tokens=8),
+            timeout_s=60.0,
+        )
+
+    async def exchange(self) -> None:
+        self._number += 1
+        spec = msgspec.structs.replace(self._spec, request_id=f"relay-{self._number}")
+        conductor = await self._connections.conductor()
+        route = Route(request_id=spec.request_id, keys=self._keys, num_tokens=len(spec.tokens), max_tokens=8)
+        decision = await conductor.call(route, timeout_s=60.0)
+        num_tokens = 0
+        async with contextlib.aclosing(Attempt(self._connections, decision, spec, Deadline(60.0)).batches()) as batches:
+            async for batch in batches:
+                num_tokens += len(batch.tokens)
+                if batch.prefill is not None:
+                    self._connections.notify_conductor(PrefillEnded(request_id=spec.request_id))
+        ended = RequestEnded(
+            request_id=spec.request_id,
+            ttft_s=0.0,
+            cached_tokens=0,
+            pool_tokens=0,
+            output_tokens=num_tokens,
+            outcome="done",
+        )
+        self._connections.notify_conductor(ended)
 
 
 async def _answer_nbytes(url: str) -> int:
@@ -192,17 +249,22 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, float, str, floa
         folder = Path(name)
         cluster = stack.enter_context(InstantCluster(folder, prefix=("taskset", "-c", str(others))))
         server = stack.enter_context(front_end(folder, cluster.conductor_address, own))
-        bare = stack.enter_context(bare_server(asyncio.run(_answer_nbytes(server.url)), own))
+        nbytes = asyncio.run(_answer_nbytes(server.url))
+        bare = stack.enter_context(helper_server(own, "--as-bare", nbytes))
+        relay = stack.enter_context(helper_server(own, "--as-relay", nbytes, cluster.conductor_address))
         wrk = Wrk(folder, others)
         wrk.flat_out(server, 2)
         loads = [(wrk.flat_out(server, options.seconds), wrk.flat_out(bare, options.seconds)) for _ in range(3)]
         best, best_bare = (max(column) for column in zip(*loads, strict=True))
         yield "requests", best.rate, "1/s", best_bare.rate
         yield "cpu per request", best.cpu_us, "us", best_bare.cpu_us
-        paced = wrk.paced(server, options.seconds, options.rate)
-        paced_bare = wrk.paced(bare, options.seconds, options.rate)
-        yield f"p50 at {paced.rate:.0f} requests/s", paced.p50_ms, "ms", paced_bare.p50_ms
-        yield f"p99 at {paced.rate:.0f} requests/s", paced.p99_ms, "ms", paced_bare.p99_ms
+        rounds = [[wrk.paced(each, options.seconds, options.rate) for each in (server, relay, bare)] for _ in range(3)]
+        for name, at in (("p50", 1), ("p99", 2)):
+            paced, through, alone = (sorted(load[at] for load in column)[1] for column in zip(*rounds, strict=True))
+            rate = sum(row[0].rate for row in rounds) / len(rounds)
+            yield f"{name} at {rate:.0f} requests/s", paced, "ms", alone
+            yield f"{name} of the relay", through, "ms", alone
+            yield f"{name} added", paced - through, "ms", None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -223,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-bare"]:
-        bare_main(*sys.argv[2:])
+    if sys.argv[1:2] in (["--as-bare"], ["--as-relay"]):
+        helper_main(*sys.argv[2:])
     else:
         main()
