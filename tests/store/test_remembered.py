@@ -21,7 +21,7 @@ from moonpool.store.client.remembered import RememberedPlaces
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[FacadePool]:
-    yield from facade_pool(tmp_path)
+    yield from facade_pool(tmp_path, journal_sync_s=0.0)  # what is answered is on disk, so it may be remembered
 
 
 @pytest.fixture(params=["mapped", "tcp"])
@@ -41,6 +41,18 @@ class Calls:
             return original(call, meanwhile)
 
         monkeypatch.setattr(store.master, "call_noting_repeats", call)
+
+
+def test_what_the_journal_may_still_lose_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pool in facade_pool(tmp_path, journal_sync_s=3600.0):
+        reader, journal = pool.store(), pool.master.pool.journal
+        pool.store().put(b"k", b"1")
+        asked = Calls(reader, monkeypatch)
+        assert [reader.get(b"k") for _ in range(3)] == [b"1"] * 3
+        assert asked.kinds.count("Lookup") == 3
+        journal.sync()
+        assert [reader.get(b"k") for _ in range(3)] == [b"1"] * 3
+        assert asked.kinds.count("Lookup") == 4
 
 
 def test_what_was_found_is_read_without_asking(
@@ -113,7 +125,7 @@ def test_uses_are_reported_and_lease_the_objects_again(
 
 def test_who_remembers_a_hot_object_finds_its_new_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonpool.store.client.remembered._REPORTED_USES", 1)
-    pool = FacadePool(tmp_path, num_nodes=2, hot_hits=4)
+    pool = FacadePool(tmp_path, num_nodes=2, hot_hits=4, journal_sync_s=0.0)
     try:
         pool.store().put("k", b"v")
         reader = pool.store()

@@ -367,7 +367,7 @@ def test_a_forgotten_node_mounts_again_empty(tmp_path: Path) -> None:
 
 
 def test_master_restart(tmp_path: Path) -> None:
-    pool = LocalPool(tmp_path)
+    pool = LocalPool(tmp_path, journal_sync_s=0.0)  # so that what is found is remembered at once
     try:
         client, hasty = pool.client(), pool.client(retry_s=0.0)
         client.put(b"k", b"old")

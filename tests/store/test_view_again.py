@@ -19,7 +19,7 @@ VALUE = bytes(range(256)) * 64
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[FacadePool]:
-    yield from facade_pool(tmp_path, dram_nbytes=16 * MIB)
+    yield from facade_pool(tmp_path, dram_nbytes=16 * MIB, journal_sync_s=0.0)  # remembered at once
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from moonpool.master.state.orders import Copies
 from moonpool.master.state.pins import PinTable
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.reads import ReadState
-from moonpool.master.state.records import Outcomes, PutsEnded, Recounting
+from moonpool.master.state.records import Outcomes, Recounting
 from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.master.state.unfinished_puts import AHEAD, PendingPut, UnfinishedPuts, Voiding
@@ -80,13 +80,7 @@ def _places_are_remembered_too_long() -> list[Change]:
 
 
 def _puts_are_not_journalled() -> list[Change]:
-    original = Outcomes.add
-
-    def add(self: Outcomes, record: Any) -> None:
-        if not isinstance(record, PutsEnded):
-            original(self, record)
-
-    return [(Outcomes, "add", add)]
+    return [(Outcomes, "ended", lambda self, keys, generations, left: None)]
 
 
 def _removed_records_are_adopted() -> list[Change]:
