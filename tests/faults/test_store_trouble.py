@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_disk import remount, small_disk
 from store_fleet import MIB, Fleet, open_fleet, wait_until
 from store_load import read_ledger
 from store_nursery import Nursery, Role, open_nursery
@@ -30,19 +30,6 @@ NBYTES = 100_000
 def nursery() -> Iterator[Nursery]:
     with open_nursery() as made:
         yield made
-
-
-@contextmanager
-def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A file system of its own."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("NOT TESTED: only root may mount a file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill_disk(folder: Path) -> Path:
@@ -171,8 +158,7 @@ def test_a_log_on_a_read_only_disk(nursery: Nursery) -> None:
         wait_until(lambda: fleet.counter("offloaded") == 10, "they are on disk")
         node.kill()
         # The kernel may still hold the files of a process that was killed while it wrote.
-        remount = ["mount", "-o", "remount,ro", str(disk)]
-        wait_until(lambda: subprocess.run(remount, capture_output=True).returncode == 0, "the disk is read-only")
+        wait_until(lambda: remount(disk, "ro"), "the disk is read-only")
         try:
             fleet.start_node("n0")
             for number in range(10, 20):
@@ -181,7 +167,7 @@ def test_a_log_on_a_read_only_disk(nursery: Nursery) -> None:
             assert not any(works(lambda number=number: has(client, number)) for number in range(10))  # type: ignore[misc]
             assert client.remove_many([b"key-0"], force=True) == [True]
         finally:
-            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+            assert remount(disk, "rw")
         fleet.wait_ok()
         assert [number for number in range(20) if not has(client, number)] == [0]
         wait_until(lambda: fleet.counter("offloaded") >= 20, "the rest is offloaded too")

@@ -8,31 +8,16 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from journal_world import BY_HAND, reopened
+from small_disk import remount, small_disk
 
 from moonpool.base.errors import ConfigError, MoonpoolError, NoSpace, Unavailable
 from moonpool.master.journal import Journal, JournalConfig, describe
 from moonpool.master.journal.folder import JournalFolder
-
-
-@contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f"NOT TESTED, mounting is not allowed here: {made.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def fill(journal: Journal, record: bytes) -> tuple[int, MoonpoolError]:
@@ -52,7 +37,7 @@ def heal(journal: Journal, *chunks: bytes) -> None:
 
 
 def test_a_full_disk_is_told_and_survived(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "1m") as disk:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(500_000))
         journal, _ = Journal.open(disk / "data", BY_HAND)
@@ -80,7 +65,7 @@ def test_a_full_disk_is_told_and_survived(tmp_path: Path) -> None:
 
 
 def test_what_was_written_before_the_disk_was_full_is_replayed(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "300k") as disk:
+    with small_disk(tmp_path / "disk", 300 << 10) as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(50_000))
         journal, _ = Journal.open(disk / "data", BY_HAND)
@@ -92,7 +77,7 @@ def test_what_was_written_before_the_disk_was_full_is_replayed(tmp_path: Path) -
 
 
 def test_what_was_not_written_is_written_when_there_is_room(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "300k") as disk:
+    with small_disk(tmp_path / "disk", 300 << 10) as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(50_000))
         journal, _ = Journal.open(disk / "data", BY_HAND)
@@ -109,7 +94,7 @@ def test_what_was_not_written_is_written_when_there_is_room(tmp_path: Path) -> N
 
 
 def test_a_snapshot_replaces_what_was_not_written(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "300k") as disk:
+    with small_disk(tmp_path / "disk", 300 << 10) as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(50_000))
         journal, _ = Journal.open(disk / "data", BY_HAND)
@@ -124,7 +109,7 @@ def test_a_snapshot_replaces_what_was_not_written(tmp_path: Path) -> None:
 
 def test_no_more_is_remembered_than_memory_should_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonpool.master.journal.journal.MAX_UNWRITTEN_NBYTES", 20_000)
-    with small_disk(tmp_path / "disk", "300k") as disk:
+    with small_disk(tmp_path / "disk", 300 << 10) as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(50_000))
         journal, _ = Journal.open(disk / "data", BY_HAND)
@@ -143,7 +128,7 @@ def test_no_more_is_remembered_than_memory_should_hold(tmp_path: Path, monkeypat
 
 
 def test_a_snapshot_that_does_not_fit_costs_nothing(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "1m") as disk:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
         journal, _ = Journal.open(disk / "data", BY_HAND)
         journal.append(b"kept")
         with pytest.raises(NoSpace, match=r"snapshot-1\.new"):
@@ -157,7 +142,7 @@ def test_a_snapshot_that_does_not_fit_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_full_disk_keeps_no_master_from_starting(tmp_path: Path, closed: bool) -> None:
     """Again and again; what is appended then is refused and kept, and written when there is room."""
-    with small_disk(tmp_path / "disk", "1m") as disk:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
         first, _ = Journal.open(disk / "data", BY_HAND)
         first.append(b"known")
         if closed:  # the next life begins a new file
@@ -201,8 +186,8 @@ def test_files_are_set_aside_on_a_disk_that_takes_no_folder(tmp_path: Path, monk
 
 
 def test_a_read_only_disk_is_told_at_the_start(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        assert remount(disk, "ro")
         with pytest.raises(ConfigError, match="Read-only file system"):
             Journal.open(disk / "data")
 

@@ -9,7 +9,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 
 import pytest
+from small_disk import remount, small_disk
 from ssd_world import FAST_DIR, KIB, SMALL, copy_as_is, inventory, is_object, item_of, log_files, parts_of, read_object
 
 from moonpool.base.errors import Corrupt, NoSpace, Unavailable
@@ -28,17 +28,10 @@ FILE = SMALL.file_nbytes
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with room for about five files."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={5 * FILE + 32 * KIB}", "tmpfs", str(mounted)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a file system")
-    try:
-        yield mounted
-    finally:
-        subprocess.run(["umount", str(mounted)], check=True)
+    with small_disk(tmp_path / "disk", 5 * FILE + 32 * KIB) as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -84,8 +77,8 @@ def check_all(log: SsdLog, stored: dict[bytes, int]) -> None:
     log.check_integrity()
 
 
-def test_a_full_disk(small_disk: Path) -> None:
-    with SsdLog.open(small_disk / "log", SMALL) as log:
+def test_a_full_disk(disk: Path) -> None:
+    with SsdLog.open(disk / "log", SMALL) as log:
         stored, refused = fill(log)
         assert isinstance(refused, NoSpace)
         assert "No space left on device" in str(refused)
@@ -102,10 +95,10 @@ def test_a_full_disk(small_disk: Path) -> None:
         check_all(log, {**stored, A: 1})
 
 
-def test_a_disk_that_others_filled(small_disk: Path) -> None:
-    with SsdLog.open(small_disk / "log", SMALL) as log:
+def test_a_disk_that_others_filled(disk: Path) -> None:
+    with SsdLog.open(disk / "log", SMALL) as log:
         log.append(A, 1, parts_of(A, 1))
-        hog = small_disk / "hog"
+        hog = disk / "hog"
         with hog.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             fill_up(file)
         stored, refused = fill(log)  # the active file has its space
@@ -143,12 +136,12 @@ def test_tombstones_wait_for_the_disk(tmp_path: Path) -> None:
             assert inventory(again) == {B: 1, C: 1}
 
 
-def test_a_read_only_disk(small_disk: Path) -> None:
-    with SsdLog.open(small_disk / "log", SMALL) as log:
+def test_a_read_only_disk(disk: Path) -> None:
+    with SsdLog.open(disk / "log", SMALL) as log:
         log.append_many([item_of(A, 1), item_of(B, 1)])
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert remount(disk, "ro")
     try:
-        with SsdLog.open(small_disk / "log", SMALL) as log:
+        with SsdLog.open(disk / "log", SMALL) as log:
             check_all(log, {A: 1, B: 1})
             with pytest.raises(Unavailable, match="Read-only file system"):
                 log.append(C, 1, parts_of(C, 1))
@@ -156,13 +149,13 @@ def test_a_read_only_disk(small_disk: Path) -> None:
             with pytest.raises(Unavailable, match="Read-only"):
                 log.sync()
             check_all(log, {A: 1})
-            subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+            assert remount(disk, "rw")
             log.append(C, 1, parts_of(C, 1))
             log.sync()
             check_all(log, {A: 1, C: 1})
     finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    with SsdLog.open(small_disk / "log", SMALL) as log:
+        assert remount(disk, "rw")
+    with SsdLog.open(disk / "log", SMALL) as log:
         check_all(log, {A: 1, C: 1})
 
 

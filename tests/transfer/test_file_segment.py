@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from file_world import MIB, T, describe, fd_count, read
+from small_disk import mounted, remount, small_disk
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import (
@@ -174,18 +175,6 @@ def test_system_errors_carry_the_path(number: int, expected: type[Exception]) ->
 
 
 @contextmanager
-def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
-    folder.mkdir()
-    done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"NOT TESTED, mounting is not allowed here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-@contextmanager
 def loop_device(image: Path) -> Iterator[str]:
     with image.open("wb") as file:
         file.truncate(4 * MIB)
@@ -201,7 +190,7 @@ def loop_device(image: Path) -> Iterator[str]:
 
 
 def test_a_full_disk_is_refused_at_once_and_left_as_it_was(tmp_path: Path) -> None:
-    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as folder:
+    with small_disk(tmp_path / "small", MIB) as folder:
         before = fd_count()
         with pytest.raises(NoSpace, match="seg"):
             FileSegment.create(folder / "seg", 2 * MIB, incarnation=1)
@@ -216,7 +205,7 @@ def test_a_full_disk_is_refused_at_once_and_left_as_it_was(tmp_path: Path) -> No
 
 def test_a_disk_that_became_full_is_no_space(tmp_path: Path) -> None:
     """A file with holes, as a careless copy leaves it, on a disk without room for them."""
-    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as folder:
+    with small_disk(tmp_path / "small", MIB) as folder:
         with FileSegment.create(folder / "seg", 512 * 1024, incarnation=1) as segment:
             os.truncate(segment.path, 0)
             os.truncate(segment.path, 512 * 1024)
@@ -228,9 +217,9 @@ def test_a_disk_that_became_full_is_no_space(tmp_path: Path) -> None:
 
 
 def test_a_read_only_disk_is_invalid(tmp_path: Path) -> None:
-    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as folder:
+    with small_disk(tmp_path / "small", MIB) as folder:
         FileSegment.create(folder / "seg", 4096, incarnation=1).close()
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        assert remount(folder, "ro")
         with pytest.raises(InvalidInput, match="Read-only"):
             FileSegment.create(folder / "new", 4096, incarnation=1)
         with pytest.raises(InvalidInput, match="Read-only"):
