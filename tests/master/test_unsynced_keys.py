@@ -95,40 +95,40 @@ def test_a_restarted_master_lets_nothing_be_remembered_before_its_journal_is_on_
 
 
 def test_keys_are_forgotten_when_they_are_synced() -> None:
-    keys, num_synced = UnsyncedKeys(), 1
-    keys.num_synced = lambda: num_synced
+    entries, num_synced = UnsyncedKeys(), 1
+    entries.num_synced = lambda: num_synced
     for number in range(10):
-        keys.add([b"%d" % number, b"always"])
-        keys.num_entries += 1
-    assert keys.update()
-    assert b"0" in keys
-    assert b"never" not in keys
+        entries.add([b"%d" % number, b"always"])
+        entries.num_entries += 1
+    assert entries.update()
+    assert b"0" in entries.keys
+    assert b"never" not in entries.keys
     num_synced = 10
-    assert keys.update()
-    assert b"8" not in keys
-    assert b"9" in keys
-    assert b"always" in keys
+    assert entries.update()
+    assert b"8" not in entries.keys
+    assert b"9" in entries.keys
+    assert b"always" in entries.keys
     num_synced = 11
-    assert keys.update()
-    assert b"always" not in keys
-    assert not keys._entry_of
-    assert not keys._keys
+    assert entries.update()
+    assert b"always" not in entries.keys
+    assert not entries._entry_of
+    assert not entries._by_entry
 
 
 def test_a_disk_that_does_not_answer_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unsynced, "_MAX_KEYS", 100)
-    keys, num_synced = UnsyncedKeys(), 1
-    keys.num_synced = lambda: num_synced
+    entries, num_synced = UnsyncedKeys(), 1
+    entries.num_synced = lambda: num_synced
     for number in range(101):
-        keys.add([b"%d" % number])
-        keys.num_entries += 1
-    assert not keys._entry_of
-    assert not keys._keys
-    num_synced = keys.num_entries - 1
-    assert not keys.update(), "no key may be remembered"
-    num_synced = keys.num_entries
-    assert keys.update()
-    assert b"100" not in keys
+        entries.add([b"%d" % number])
+        entries.num_entries += 1
+    assert not entries._entry_of
+    assert not entries._by_entry
+    num_synced = entries.num_entries - 1
+    assert not entries.update(), "no key may be remembered"
+    num_synced = entries.num_entries
+    assert entries.update()
+    assert b"100" not in entries.keys
 
 
 def open_journal(tmp_path: Path, sync_s: float) -> Journal:

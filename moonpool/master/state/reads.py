@@ -105,11 +105,11 @@ class ReadState:
     ) -> list[ObjectInfo | None]:
         nbytes, placements = self._index.table.nbytes, self._index.placements
         lease_s, remember_s = (self._lease_s, self._voids.remember_s(now_s)) if leased else (0.0, 0.0)
-        may_remember = self._voids.may_remember
+        not_remembered = self._voids.not_remembered(keys)
         return [
             None
             if slot is None
-            else ObjectInfo(key, nbytes[slot], placements(slot), lease_s, remember_s if may_remember(key) else 0.0)
+            else ObjectInfo(key, nbytes[slot], placements(slot), lease_s, 0.0 if key in not_remembered else remember_s)
             for key, slot in zip(keys, slots, strict=True)
         ]
 
@@ -127,11 +127,11 @@ class ReadState:
         that has more replicas in memory than `num_replicas` says (empty: as many as there are), so that readers of a
         hot key find the new ones.
         """
-        remember_s = self._voids.remember_s(now_s)
+        remember_s, not_remembered = self._voids.remember_s(now_s), self._voids.not_remembered(keys)
         slots = self._index.find_many(keys, now_s)
         counts = num_replicas or [MAX_REPLICAS] * len(keys)
         is_there = [
-            slot is not None and self._has_replica(slot, generation, count) and self._voids.may_remember(key)
+            slot is not None and self._has_replica(slot, generation, count) and key not in not_remembered
             for key, slot, generation, count in zip(keys, slots, generations, counts, strict=True)
         ]
         found = [slot for slot, is_same in zip(slots, is_there, strict=True) if slot is not None and is_same]

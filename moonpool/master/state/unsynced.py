@@ -21,7 +21,7 @@ def _all_synced() -> int:
 
 
 class UnsyncedKeys:
-    """Contains the keys whose latest place is not on disk, as of the last call of update().
+    """`keys` are those whose latest place is not on disk, as of the last call of update().
 
     `num_synced` returns how many entries are on disk; by default all are, at once.
     """
@@ -30,29 +30,27 @@ class UnsyncedKeys:
         self.num_synced: Callable[[], int] = _all_synced
         self.num_entries = 1  # that were written to the journal
         self._entry_of: dict[bytes, int] = {}  # the entry that has the key's latest place
-        self._keys: deque[tuple[int, Sequence[bytes]]] = deque()  # the same by entry, oldest first
+        self.keys = self._entry_of.keys()
+        self._by_entry: deque[tuple[int, Sequence[bytes]]] = deque()  # the same, oldest first
         self._all_up_to = 1  # all keys count as changed by this entry
 
     def add(self, keys: Sequence[bytes]) -> None:
         """The next entry has new places of these keys."""
         entry = self.num_entries + 1
         self._entry_of.update(dict.fromkeys(keys, entry))
-        self._keys.append((entry, keys))
+        self._by_entry.append((entry, keys))
         if len(self._entry_of) > _MAX_KEYS:
             self.update()
         if len(self._entry_of) > _MAX_KEYS:
             self._entry_of.clear()
-            self._keys.clear()
+            self._by_entry.clear()
             self._all_up_to = entry
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._entry_of
 
     def update(self) -> bool:
         """Forget the keys that are on disk by now. Return False if all keys count as not on disk."""
         num_synced = self.num_synced()
-        while self._keys and self._keys[0][0] <= num_synced:
-            entry, keys = self._keys.popleft()
+        while self._by_entry and self._by_entry[0][0] <= num_synced:
+            entry, keys = self._by_entry.popleft()
             for key in keys:
                 if self._entry_of.get(key) == entry:
                     del self._entry_of[key]

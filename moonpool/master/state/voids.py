@@ -16,7 +16,7 @@ remembers its replicas any more (remember_s).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.orders import OpenOrder, OrderBook
@@ -51,7 +51,7 @@ class Voids:
         self._heard_s = self._looked_s = float("-inf")  # the oldest of the nodes' last heartbeats, and when that was so
 
     def remember_s(self, now_s: float) -> float:
-        """Return for how long a reader may remember what a look-up finds now. Call it before may_remember()."""
+        """Return for how long a reader may remember what a look-up finds now. Call it before not_remembered()."""
         if not self._outcomes.unsynced.update():
             return 0.0
         if now_s >= self._looked_s + _HEARD_FOR_S:  # in between nodes are only heard again, which is later
@@ -59,12 +59,14 @@ class Voids:
             self._heard_s, self._looked_s = min(heard_s, default=now_s), now_s
         return max(0.0, min(self._rules.lease_s, self._heard_s + self._rules.segment_ttl_s - now_s))
 
-    def may_remember(self, key: bytes) -> bool:
-        """Return whether a reader may remember where the object is: no upsert is about to replace it, and the journal
-        has it on disk, so that the next master knows of it too.
+    def not_remembered(self, keys: Sequence[bytes]) -> Set[bytes]:
+        """Return those keys whose objects no reader may remember: an upsert is about to replace the object, or the
+        journal does not have it on disk, so that the next master may not know of it.
         """
-        put = self._pending.get(key)
-        return (put is None or not put.terms.replace) and key not in self._outcomes.unsynced
+        pending, unsynced = self._pending, self._outcomes.unsynced.keys
+        if unsynced.isdisjoint(keys) and pending.keys().isdisjoint(keys):  # mostly, and much faster
+            return frozenset()
+        return {key for key in keys if key in unsynced or ((put := pending.get(key)) is not None and put.terms.replace)}
 
     def begin_upsert(
         self, put: PendingPut, nbytes: int, replicas: Sequence[Replica], until_s: float, now_s: float
