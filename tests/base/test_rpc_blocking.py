@@ -117,6 +117,21 @@ def test_a_deadline_ends_the_wait_and_the_handler(served: ServedService, client:
     assert client.call(Echo(b"next")) == b"next"  # connected anew
 
 
+def test_a_connection_can_outlive_a_deadline(served: ServedService) -> None:
+    client = BlockingClient(served.address, "testing", keeps_connection=True)
+    try:
+        client.call(Echo(b"first"))
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded):
+                client.call(Slow(), timeout_s=0.1)
+        served.soon(served.service.gate.set)
+        assert client.call(Echo(b"next")) == b"next", "the late answers are skipped"
+        assert client.call(Slow(), timeout_s=5.0) == "at last"
+        assert not served.service.peer_closed.is_set()
+    finally:
+        client.close()
+
+
 def test_waiting_for_the_turn_counts_too(served: ServedService, client: BlockingClient) -> None:
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(client.call, Slow())
@@ -255,5 +270,29 @@ def test_a_server_that_drips(tmp_path: Path) -> None:
         with pytest.raises(DeadlineExceeded):
             client.call(Echo(b"x"), timeout_s=0.2)
         assert time.monotonic() - start < 2
+        stop.set()
+        client.close()
+
+
+def test_a_connection_outlives_a_server_that_reads_nothing(tmp_path: Path) -> None:
+    """Until the kernel takes no more requests: one of which nothing was sent leaves the stream as it was."""
+    stop = threading.Event()
+
+    def freeze(peer: socket.socket) -> None:
+        peer.sendall(HELLO)
+        stop.wait(30)
+
+    with impostor(tmp_path, freeze) as address:
+        client = BlockingClient(address, "testing", keeps_connection=True)
+        client.connect()
+        sock = client._socket
+        assert sock is not None
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is: a few requests
+        for _ in range(30):
+            with pytest.raises(DeadlineExceeded):
+                client.call(Echo(b"x"), timeout_s=0.02)
+        with pytest.raises(BlockingIOError):
+            sock.send(b"x", socket.MSG_DONTWAIT)
+        assert client._socket is sock
         stop.set()
         client.close()

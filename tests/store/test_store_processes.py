@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -126,6 +127,30 @@ def test_space_held_outlives_a_killed_master(
     assert client.get(b"after") == b"new"
     assert client.get(b"before-0") == b"v"
     assert client.stats().counters["ahead_bytes"] < held, "one of these places was used"
+
+
+def test_a_view_outlives_a_registration_that_a_stopped_node_does_not_answer(tmp_path: Path, start: Start) -> None:
+    """The client needs another session while its node is stopped. The node goes on, and still knows the first one."""
+    start("master", **master_config(tmp_path))
+    node = start("node", **node_config(tmp_path, "n0"))
+    old = random.Random(0).randbytes(MIB)
+    with (
+        TransferEngine(TransferConfig(run_dir=str(tmp_path), tcp_host=None)) as engine,
+        Store(address(tmp_path), engine=engine, config=ClientConfig(retry_s=10.0, connect_timeout_s=0.5)) as client,
+    ):
+        assert client.put(b"viewed", old)
+        sessions = client._view_sessions
+        with client.view(b"viewed") as view:
+            assert not view.is_copy
+            node.process.send_signal(signal.SIGSTOP)
+            sessions.renew(sessions.number)
+            assert sessions.session() == 0, "the node did not answer"
+            node.process.send_signal(signal.SIGCONT)
+            assert sessions.session() != 0
+            assert client.remove_many([b"viewed"], force=True) == [True]
+            for number in range(8):  # twice the pool
+                wait_until(lambda number=number: puts_work(client, b"new-%d" % number, bytes(MIB - 8192)))  # type: ignore[misc]
+            assert b"".join(bytes(piece) for piece in view.pieces) == old
 
 
 def test_a_killed_node_leaves_the_other_replica(tmp_path: Path, start: Start, client: Store) -> None:

@@ -1,10 +1,10 @@
 """The blocking client: one socket, one call at a time, for threads that may wait.
 
-A call that fails by timeout or by a lost connection closes the socket, because the state of the stream is unknown; the
-next call connects again. An error that the server answered leaves the connection open. Thread-safe: calls queue on a
-lock, for no longer than their deadline. The client sends no pings: the deadline of a call ends its wait for a frozen
-server; with `limits` the server's silence ends it sooner (rpc/breaker.py). The connection to a silent server is kept,
-with the sessions that the server holds for it; the late answer to an abandoned call is skipped.
+A call that fails by timeout or by a lost connection closes the socket, so that the next call connects again. An error
+that the server answered leaves the connection open. Thread-safe: calls queue on a lock, for no longer than their
+deadline. The client sends no pings: the deadline of a call ends its wait for a frozen server; with `limits` the
+server's silence ends it sooner (rpc/breaker.py). Then the connection is kept, with the sessions that the server holds
+for it, and the late answer to the abandoned call is skipped. With `keeps_connection` a timeout keeps it, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class BlockingClient:
     """Calls one service. `peer` is the Hello of the server we are connected to.
 
     With `limits`, calls raise PeerSilent when the server is silent. `gate` is called before a call that had to wait
-    for others; what it raises ends the call.
+    for others; what it raises ends the call. `keeps_connection` is for servers to which the end of the connection means
+    the end of this process.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class BlockingClient:
         connect_timeout_s: float = 5.0,
         limits: BreakerLimits | None = None,
         gate: Callable[[], None] | None = None,
+        keeps_connection: bool = False,
     ) -> None:
         self._address = parse_address(address)
         self._hello = Hello(service, name)
         self._connect_timeout_s = connect_timeout_s if limits is None else min(connect_timeout_s, limits.silence_s)
-        self._limits, self._gate = limits, gate
+        self._limits, self._gate, self._keeps_connection = limits, gate, keeps_connection
         self._longest_s = float("inf") if limits is None else limits.look_every_s  # of one wait in the kernel
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
@@ -154,7 +156,7 @@ class BlockingClient:
             try:
                 sent = sock.send(request)
             except BlockingIOError:
-                sent = 0
+                sent, self._is_torn = 0, False
                 self._look()
             if sent < len(request):
                 self._send(sock, memoryview(request)[sent:], timeout_s)
@@ -202,8 +204,9 @@ class BlockingClient:
             self._lock.release()
 
     def _leave(self, error: BaseException, call_id: int) -> None:
-        """Clean up after a failed exchange. After a silence between two frames the stream is intact and is kept."""
-        if isinstance(error, PeerSilent) and not self._is_torn:
+        """Clean up after a failed exchange. After a silence between two frames the stream is intact and can be kept."""
+        is_late = isinstance(error, (TimeoutError, BlockingIOError)) and self._keeps_connection
+        if (is_late or isinstance(error, PeerSilent)) and not self._is_torn:
             self._given_up.add(call_id)
         elif not isinstance(error, BreakerOpen):
             self._drop()
@@ -222,7 +225,11 @@ class BlockingClient:
     def _send(self, sock: socket.socket, data: bytes | memoryview, timeout_s: float) -> None:
         """Send all bytes. A server that reads is not silent."""
         if self._limits is None:
-            sock.sendall(data)
+            count = sock.send(data)
+            if count < len(data):
+                self._is_torn = True
+                sock.sendall(memoryview(data)[count:])
+            self._is_torn = False
             return
         self._is_torn = True
         count = self._send_some(sock, data)

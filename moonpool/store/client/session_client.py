@@ -159,7 +159,11 @@ class SessionClient:
     def _call(self, address: str, call: Call[None]) -> None:
         client = self._clients.get(address)
         if client is None:
-            client = self._clients[address] = BlockingClient(address, session_calls.SERVICE, name=self._name)
+            # A node that was stopped for a while must not find this connection closed when it goes on: it would report
+            # all sessions of this process as ended, while their views are open and their puts are being written.
+            client = self._clients[address] = BlockingClient(
+                address, session_calls.SERVICE, name=self._name, keeps_connection=True
+            )
         try:
             client.call(call, timeout_s=self._timeout_s)
         except PeerLost:  # the node was restarted since the last call
