@@ -189,7 +189,7 @@ def _finish_segments(original: Any) -> Any:
 def _recount(original: Any) -> Any:
     async def recount(self: Any, client: Any, above: int) -> None:
         if above != SESSIONS_ALONE:
-            _world().counted_stamps[self.segment.name] = self.segment.fence._table.copy()
+            _world().note_recount(self.segment.name, self.segment.fence)
         await original(self, client, above)
 
     return recount

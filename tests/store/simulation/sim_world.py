@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from moonpool.node.ssd import SsdConfig
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
+from moonpool.transfer.memory.fence import Fence
 from moonpool.transfer.memory.segment import Segment
 
 from .sim_disk import SimOs
@@ -60,6 +61,15 @@ RULES: dict[str, Any] = {
 
 class Violation(AssertionError):
     """The store broke a promise."""
+
+
+class _Recount(NamedTuple):
+    """A node's report of what its memory holds."""
+
+    fence: Fence
+    stamps: NDArray[np.uint64]
+    num_lost: int  # of World.lost_generations at that time
+    late: dict[int, int]  # granules that had been written too late after an earlier report, with their stamps
 
 
 class SimNodeConfig(NodeConfig):
@@ -130,7 +140,7 @@ class World:
         self.sync_s = self.rng.choice((0.1, 1.0))  # of the journal
         self._digest = hashlib.blake2b(digest_size=16)
         self.lost_generations: list[range] = []  # issued by masters whose journal lost that, or never issued
-        self.counted_stamps: dict[str, NDArray[np.uint64]] = {}  # of a node's memory when it was recounted last
+        self._recounts: dict[str, _Recount] = {}  # the latest of each node's memory
         self._last_incarnation = 0
         self._supervised = True
         self.master = Member("master", "m")
@@ -163,18 +173,33 @@ class World:
         made = SimJournal(self.journal_disk, self.scheduler, process, self.sync_s, self.snapshot_entries)
         return made, iter(replay)
 
+    def note_recount(self, segment: str, fence: Fence) -> None:
+        late = self._late_granules(segment) if self._is_latest(segment, fence) else {}
+        self._recounts[segment] = _Recount(fence, fence._table.copy(), len(self.lost_generations), late)
+
     def was_written_too_late(self, segment: str, offset: int, nbytes: int) -> bool:
         """The master that granted this space lost power, and the next one believes in what the space had before. It
         cannot know better where the write came after the node's report.
         """
         programs = [each.program for each in self.nodes if each.program is not None]
         fences = [each.segment.fence for each in programs if each.segment.name == segment]
-        if not fences or segment not in self.counted_stamps:
+        if not fences or not self._is_latest(segment, fences[0]):
             return False
-        here = slice(offset // GRANULE_NBYTES, offset // GRANULE_NBYTES + num_granules(nbytes))
-        counted, found = self.counted_stamps[segment][here].tolist(), fences[0]._table[here].tolist()
-        late = {after for before, after in zip(counted, found, strict=True) if before != after}
-        return any(stamp in lost for stamp in late for lost in self.lost_generations)
+        late, first = self._late_granules(segment), offset // GRANULE_NBYTES
+        return any(granule in late for granule in range(first, first + num_granules(nbytes)))
+
+    def _is_latest(self, segment: str, fence: Fence) -> bool:
+        return segment in self._recounts and self._recounts[segment].fence is fence
+
+    def _late_granules(self, segment: str) -> dict[int, int]:
+        """Return what writers have stamped after a report of the node, with generations that were lost by then."""
+        fence, counted, num_lost, late = self._recounts[segment]
+        found = {granule: stamp for granule, stamp in late.items() if fence._table[granule] == stamp}
+        for granule in np.flatnonzero(fence._table != counted).tolist():
+            stamp = int(fence._table[granule])
+            if any(stamp in lost for lost in self.lost_generations[:num_lost]):
+                found[granule] = stamp
+        return found
 
     # telling
 
