@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import pytest
 from facade_pool import FacadePool, facade_pool
 from store_pool import MIB, wait_until
 
+from moonpool.base.errors import StaleGeneration
 from moonpool.store import Store
 from moonpool.store.client import ahead
+from moonpool.transfer.transports.mapped import MappedWriter
 
 
 @pytest.fixture
@@ -95,6 +98,46 @@ def test_a_large_put_is_one_call_in_mapped_memory_and_asks_first_elsewhere(
             assert store.put(key, values[key])
         assert asked.kinds == expected  # 64 MiB of memory: at most 3 places of 1 MiB and a header are held
         assert {key: reader.get(key) for key in values} == values
+
+
+@pytest.mark.parametrize("has_thread", [True, False], ids=["a thread adds up", "no thread is free"])
+def test_large_puts_are_checksummed_while_they_are_copied(
+    pool: FacadePool, monkeypatch: pytest.MonkeyPatch, has_thread: bool
+) -> None:
+    writer, reader, rng = pool.store(shm=True), pool.store(), random.Random(3)
+    values = {f"k{number}": rng.randbytes(3 * MIB // 2 + 1) for number in range(6)}
+    asked, threads = Calls(writer, monkeypatch), []
+    engine = writer._puts._tools.engine
+    original = engine.call_on_thread
+
+    def call_on_thread(act: Any) -> Any:
+        threads.append(act)
+        return original(act if has_thread else lambda: None)
+
+    monkeypatch.setattr(engine, "call_on_thread", call_on_thread)
+    for key, value in values.items():
+        assert writer.put(key, value)
+    assert asked.kinds["PutAt"] == len(threads) == 5
+    assert {key: reader.get(key) for key in values} == values
+    for act in threads:
+        act()  # too late: it does nothing
+
+
+def test_a_large_put_whose_space_is_lost_is_put_in_the_ordinary_way(
+    pool: FacadePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = pool.store(shm=True), pool.store()
+    for number in range(2):
+        assert writer.put(f"k{number}", bytes(MIB))
+
+    def refuse(*_: Any) -> None:
+        raise StaleGeneration("a later write was here")
+
+    monkeypatch.setattr(MappedWriter, "write_head_last", refuse)
+    asked = Calls(writer, monkeypatch)
+    assert writer.put("k2", b"2" * MIB)
+    assert asked.kinds == {"PutStart": 1, "PutEnd": 1, "PutRevoke": 1}
+    assert reader.get("k2") == b"2" * MIB
 
 
 def test_a_large_put_asks_first_after_a_key_was_taken(pool: FacadePool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from moonpool.store.client.master_client import MasterClient
 from moonpool.store.messages import GRANULE_NBYTES, GrantAhead, Placement, PutRenew, PutRevoke, ahead_key, num_granules
 from moonpool.store.messages.values import MAX_AHEAD, MAX_AHEAD_NBYTES
 
-_ASK_PLACES, _ASK_NBYTES = 16, 8 * 1024 * 1024  # places of the first GrantAhead for a size, most bytes of each
+_ASK_PLACES, _ASK_NBYTES = 16, 16 * 1024 * 1024  # places of the first GrantAhead for a size, most bytes of each
 _LARGE_NBYTES = 256 * 1024 + GRANULE_NBYTES  # a larger object takes longer to write over a network than a call
 _ASK_FIRST_S = 1.0  # for large objects, after a key was taken
 _DEMAND_S = 5.0  # two puts of a size within this time: more are to be expected

@@ -7,7 +7,7 @@ import mmap
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -185,17 +185,41 @@ class MappedWriter:
 
     def write(self, offset: int, views: Sequence[memoryview], generation: int) -> None:
         """As RemoteSegment.write_from, of views of bytes."""
-        memory, fence, at = self._memory, self._fence, offset
         nbytes = sum([view.nbytes for view in views])
-        check_bounds(offset, nbytes, memory.nbytes)
-        if fence is not None:
-            fence.admit(offset, nbytes, generation)
-        self._prefault.before_write(memory, offset, nbytes)
+        self._admit(offset, nbytes, generation)
+        self._copy(offset, views)
+        self._confirm(offset, nbytes, generation)
+
+    def write_head_last(
+        self,
+        offset: int,
+        head_nbytes: int,
+        head: Callable[[], memoryview],
+        views: Sequence[memoryview],
+        generation: int,
+    ) -> None:
+        """As write() of a head and the views behind it. `head` is called when the views are copied."""
+        nbytes = head_nbytes + sum([view.nbytes for view in views])
+        self._admit(offset, nbytes, generation)
+        self._copy(offset + head_nbytes, views)
+        self._copy(offset, [head()])
+        self._confirm(offset, nbytes, generation)
+
+    def _admit(self, offset: int, nbytes: int, generation: int) -> None:
+        check_bounds(offset, nbytes, self._memory.nbytes)
+        if self._fence is not None:
+            self._fence.admit(offset, nbytes, generation)
+        self._prefault.before_write(self._memory, offset, nbytes)
+
+    def _copy(self, at: int, views: Sequence[memoryview]) -> None:
+        memory = self._memory
         for view in views:
             copy_bytes(memory[at : at + view.nbytes], view)
             at += view.nbytes
-        if fence is not None:
-            fence.confirm(offset, nbytes, generation)
+
+    def _confirm(self, offset: int, nbytes: int, generation: int) -> None:
+        if self._fence is not None:
+            self._fence.confirm(offset, nbytes, generation)
 
     def write_run(self, offset: int, parts: Sequence[bytes | memoryview], stamps: NDArray[np.uint64]) -> bool:
         """Objects that follow each other from a granule's start on, each of whole granules, by one copy; `stamps` has
