@@ -16,9 +16,9 @@ _CLONE_NEWNS = 0x00020000
 
 def own_mounts() -> None:
     """Give this thread, and all threads and processes that it starts later, mounts of their own. The kernel removes
-    them with the last process: a test run that is killed leaves none behind. Does nothing where only root may do it."""
+    them with the last process: a test run that is killed leaves none behind. Does nothing where that is not allowed."""
     if ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0:
-        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "--make-rprivate", "/"], capture_output=True)  # where it fails, tests cannot mount
 
 
 @contextmanager
