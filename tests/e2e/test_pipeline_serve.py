@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 MODEL = "smollm2"
 NUM_TOKENS = 1500
-NUM_ATTEMPTS = 4
 PROMPT = [100 + number * 7919 % 1800 for number in range(NUM_TOKENS)]
 PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 
@@ -82,12 +81,10 @@ def story(num_tokens: int) -> list[int]:
     return load_tokenizer(resolve(MODEL)).encode(text)[:num_tokens]
 
 
-def attempts(name: str) -> Iterator[str]:
-    """Yield names for the same request, until both workers have computed it and the test goes on. The conductor decides
-    by what computing takes at the moment: where the host takes a processor away for a while, one worker is faster."""
-    for number in range(NUM_ATTEMPTS):
-        yield f"{name}-{number}"
-    pytest.skip(f"NOT TESTED: {NUM_ATTEMPTS} times one worker was faster than two, so a processor is missing here")
+def attempts(name: str) -> list[str]:
+    """Return names for the same request, to be sent until both workers have computed it. The conductor decides by what
+    computing takes at the moment: where the host takes a processor away for a while, one worker is faster."""
+    return [f"{name}-{number}" for number in range(6)]
 
 
 def test_two_workers_together_answer_as_one_engine(service: Service) -> None:
@@ -139,6 +136,7 @@ def test_a_stage_killed_in_the_middle_of_a_prompt_changes_no_token(service: Serv
         asking.join(200)
         assert answers == [expected]
         wait_idle(service)
+    assert stages, "two workers compute it"
     wait_until(lambda: all(holds_pages(service.stats(f"prefill-{n}")) for n in (0, 1)), 30, "both stages to begin")
     [helper] = stages
     assert not answers
