@@ -104,8 +104,8 @@ class ReadState:
         self, keys: Sequence[bytes], slots: Sequence[int | None], leased: bool, now_s: float
     ) -> list[ObjectInfo | None]:
         nbytes, placements = self._index.table.nbytes, self._index.placements
-        lease_s, remember_s = (self._lease_s, self._voids.remember_s(now_s)) if leased else (0.0, 0.0)
-        not_remembered = self._voids.not_remembered(keys)
+        lease_s = self._lease_s if leased else 0.0
+        remember_s, not_remembered = self._voids.remember(keys, now_s) if leased else (0.0, frozenset())
         return [
             None
             if slot is None
@@ -127,7 +127,7 @@ class ReadState:
         that has more replicas in memory than `num_replicas` says (empty: as many as there are), so that readers of a
         hot key find the new ones.
         """
-        remember_s, not_remembered = self._voids.remember_s(now_s), self._voids.not_remembered(keys)
+        remember_s, not_remembered = self._voids.remember(keys, now_s)
         slots = self._index.find_many(keys, now_s)
         counts = num_replicas or [MAX_REPLICAS] * len(keys)
         is_there = [

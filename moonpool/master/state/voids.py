@@ -51,7 +51,7 @@ class Voids:
         self._heard_s = self._looked_s = float("-inf")  # the oldest of the nodes' last heartbeats, and when that was so
 
     def remember_s(self, now_s: float) -> float:
-        """Return for how long a reader may remember what a look-up finds now. Call it before not_remembered()."""
+        """Return for how long a reader may remember what a look-up finds now."""
         if not self._outcomes.unsynced.update():
             return 0.0
         if now_s >= self._looked_s + _HEARD_FOR_S:  # in between nodes are only heard again, which is later
@@ -59,9 +59,14 @@ class Voids:
             self._heard_s, self._looked_s = min(heard_s, default=now_s), now_s
         return max(0.0, min(self._rules.lease_s, self._heard_s + self._rules.segment_ttl_s - now_s))
 
-    def not_remembered(self, keys: Sequence[bytes]) -> Set[bytes]:
-        """Return those keys whose objects no reader may remember: an upsert is about to replace the object, or the
-        journal does not have it on disk, so that the next master may not know of it.
+    def remember(self, keys: Sequence[bytes], now_s: float) -> tuple[float, Set[bytes]]:
+        """Return remember_s(), and those keys whose objects no reader may remember."""
+        remember_s = self.remember_s(now_s)  # first: it asks which keys are on disk by now
+        return remember_s, self._not_remembered(keys)
+
+    def _not_remembered(self, keys: Sequence[bytes]) -> Set[bytes]:
+        """Return the keys whose object an upsert is about to replace, or the journal does not have on disk, so that the
+        next master may not know of it.
         """
         pending, unsynced = self._pending, self._outcomes.unsynced.keys
         if unsynced.isdisjoint(keys) and pending.keys().isdisjoint(keys):  # mostly, and much faster
