@@ -73,6 +73,13 @@ def best_chunk_tokens(shape: PipelineShape, num_tokens: int, work_s: float, fixe
     return min(max(1, tokens), shape.step_tokens or num_tokens)
 
 
+def widened_chunk_tokens(chunk_tokens: int, num_tokens: int, step_tokens: int) -> int:
+    """Return the chunk size for `num_tokens` where `chunk_tokens` was chosen for fewer, because more of the prefix was
+    expected from the pool: as large as MAX_CHUNKS chunks need, but at most `step_tokens`, what a worker computes at
+    once. Never less than `chunk_tokens`."""
+    return max(chunk_tokens, min(-(-num_tokens // MAX_CHUNKS), step_tokens))
+
+
 def pipeline_s(chunk_s: Sequence[float], num_stages: int, boundary_s: float = 0.0) -> float:
     """Return the time of chunks over stages with equal shares of the layers; `chunk_s` are their times on one worker.
 

@@ -103,7 +103,8 @@ class Prefill(Call[PrefillReply]):
     """Compute the prompt's KV and the first token, and hand them to the ticket's owner.
 
     No more than the first `max_pool_blocks` blocks come from the pool; None: all that it has. With `stages`, the
-    addresses of other prefill workers, these compute the first layers and this one the last ones, chunk by chunk.
+    addresses of other prefill workers, these compute the first layers and this one the last ones, in chunks of
+    `chunk_tokens`, or larger ones where less comes from the pool than was expected.
     """
 
     spec: RequestSpec
@@ -135,8 +136,8 @@ class StageItem(msgspec.Struct, frozen=True, kw_only=True):
 
 class RunStage(StreamCall[StageItem]):
     """From the last stage of a pipeline to another one: pull these layers of the first `num_pool_blocks` blocks from
-    the pool and wait for StartStage; then compute the layers of the rest, chunk by chunk, send hidden states to `next`,
-    and hand the KV of the layers to the ticket's owner. NoSpace when pages are short now.
+    the pool and wait for StartStage; then compute the layers of the rest, in chunks of at most `max_chunk_tokens`, send
+    hidden states to `next`, and hand the KV of the layers to the ticket's owner. NoSpace when pages are short now.
 
     The stage keeps its pages until the stream is closed, for PutSpan.
     """
@@ -145,18 +146,20 @@ class RunStage(StreamCall[StageItem]):
     ticket: Ticket
     first_layer: int
     num_layers: int
-    chunk_tokens: int
+    max_chunk_tokens: int
     next: StageInbox
     num_pool_blocks: int = 0
 
 
 class StartStage(Call[None]):
-    """From the last stage to another one: compute from `first_token` on. All stages have the KV before it. NotFound if
-    the stage has ended, InvalidInput if it has less KV or computes already."""
+    """From the last stage to another one: compute from `first_token` on, in chunks of `chunk_tokens`. All stages have
+    the KV before it. NotFound if the stage has ended, InvalidInput if it has less KV, has no room for such chunks or
+    computes already."""
 
     request_id: str
     epoch: int
     first_token: int
+    chunk_tokens: int
 
 
 class ChunkReady(Call[None]):

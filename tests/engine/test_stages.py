@@ -26,6 +26,7 @@ from moonpool.engine.stages import (
     common_prefix_blocks,
     layer_spans,
     pipeline_s,
+    widened_chunk_tokens,
 )
 
 
@@ -60,6 +61,24 @@ def test_a_prompt_is_cut_into_at_least_eight_chunks(
     assert bounds[-1][1] == num_tokens
     assert all(end == start for (_, end), (start, _) in pairwise(bounds))
     assert not step_tokens or tokens <= step_tokens
+
+
+@given(
+    chunk_tokens=st.integers(1, 8192),
+    num_tokens=st.integers(1, 2_000_000),
+    step_tokens=st.integers(1, 8192),
+    data=st.data(),
+)
+def test_chunks_are_larger_where_less_came_from_the_pool(
+    chunk_tokens: int, num_tokens: int, step_tokens: int, data: st.DataObject
+) -> None:
+    widened = widened_chunk_tokens(chunk_tokens, num_tokens, step_tokens)
+    assert chunk_tokens <= widened <= max(chunk_tokens, step_tokens)
+    assert len(chunk_bounds(num_tokens, widened)) <= MAX_CHUNKS or widened >= step_tokens
+    if len(chunk_bounds(num_tokens, chunk_tokens)) <= MAX_CHUNKS:
+        assert widened == chunk_tokens, "what was chosen stays"
+    fewer = data.draw(st.integers(1, num_tokens))
+    assert widened_chunk_tokens(chunk_tokens, fewer, step_tokens) <= widened, "a stage has room for the largest"
 
 
 def test_the_chunk_size_is_near_the_best_one() -> None:

@@ -187,7 +187,8 @@ class ClusterComponents:
         """Return what runs the prompts of several workers; only `config.pipeline` makes the conductor choose them."""
         shape = self._config.shape
         hidden_nbytes, block_tokens = shape.hidden_size * shape.dtype_nbytes, self._trace.block_tokens
-        sizes = PipelineSizes(shape.num_layers, hidden_nbytes, shape.kv_nbytes_per_token, block_tokens)
+        kv_nbytes, step_tokens = shape.kv_nbytes_per_token, self._config.max_batch_tokens
+        sizes = PipelineSizes(shape.num_layers, hidden_nbytes, kv_nbytes, block_tokens, step_tokens)
         pool = next(iter(self.pools.values()))
         return SimPipelines(
             self.clock,

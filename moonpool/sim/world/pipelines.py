@@ -15,7 +15,7 @@ from moonpool.base.cluster import PullSample
 from moonpool.base.errors import NoSpace
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.sequence import pages_for
-from moonpool.engine.stages import StageQueue, chunk_bounds, common_prefix_blocks, layer_spans
+from moonpool.engine.stages import StageQueue, chunk_bounds, common_prefix_blocks, layer_spans, widened_chunk_tokens
 from moonpool.sim.physics.cost import PrefillCost
 from moonpool.sim.world.clock import SimClock
 from moonpool.sim.world.job import Job
@@ -25,12 +25,13 @@ from moonpool.sim.world.turns import EngineTurns
 
 
 class PipelineSizes(NamedTuple):
-    """Of the model: its layers, and the bytes of one token."""
+    """The model's layers and the bytes of one token, and how its tokens are divided."""
 
     num_layers: int
     hidden_nbytes: int  # that go from stage to stage
     kv_nbytes: int  # of all layers
     block_tokens: int
+    step_tokens: int  # that a worker computes at once
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +169,9 @@ class SimPipelines:
 
     def _begin(self, staged: StagedJob, first_token: int) -> None:
         """Compute from `first_token` on, and hand over what is before it."""
-        staged.bounds = chunk_bounds(staged.job.num_input, staged.chunk_tokens, first_token)
+        num_tokens = staged.job.num_input
+        chunk_tokens = widened_chunk_tokens(staged.chunk_tokens, num_tokens - first_token, self._sizes.step_tokens)
+        staged.bounds = chunk_bounds(num_tokens, chunk_tokens, first_token)
         first, last = staged.stages[0], staged.stages[-1]
         for stage, layers in zip(staged.stages, staged.spans, strict=True):
             share = len(layers) / self._sizes.num_layers

@@ -29,7 +29,7 @@ from moonpool.engine.sampler import SampledToken, SampleRow, sample
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import FinishReason
 from moonpool.engine.sequence import Sequence as RequestSequence
-from moonpool.engine.stages import common_prefix_blocks, layer_spans
+from moonpool.engine.stages import common_prefix_blocks, layer_spans, widened_chunk_tokens
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.messages.shared_space import SharedSpace, WrittenPieces
 from moonpool.worker.kv_link.pull_job import PullResult
@@ -136,7 +136,7 @@ class PipelineLeader:
             call.spec,
             call.ticket,
             spans[-1],
-            call.chunk_tokens,
+            self._chunk_tokens(call, 0),
             lambda logits: self._sample(sequence, logits, sampled),
             self._service.address,
         )
@@ -171,7 +171,7 @@ class PipelineLeader:
             ticket=run.call.ticket,
             first_layer=layers.start,
             num_layers=len(layers),
-            chunk_tokens=run.call.chunk_tokens,
+            max_chunk_tokens=self._chunk_tokens(run.call, 0),
             next=place,
             num_pool_blocks=num_blocks,
         )
@@ -199,14 +199,21 @@ class PipelineLeader:
         """Start all stages, the last one first: none must get hidden states before it has started. Raise Unavailable if
         one is lost."""
         first_token = run.prefix_blocks * self._puts.block_tokens
-        await run.stage.start(first_token)
-        spec = run.call.spec
-        order = StartStage(request_id=spec.request_id, epoch=spec.epoch, first_token=first_token)
+        chunk_tokens, spec = self._chunk_tokens(run.call, first_token), run.call.spec
+        await run.stage.start(first_token, chunk_tokens)
+        order = StartStage(
+            request_id=spec.request_id, epoch=spec.epoch, first_token=first_token, chunk_tokens=chunk_tokens
+        )
         for other in run.others:
             try:
                 await other.client.call(order, timeout_s=spec.timeout_s)
             except MoonpoolError as error:
                 raise _lost(other, error) from error
+
+    def _chunk_tokens(self, call: Prefill, first_token: int) -> int:
+        """Return the size of the chunks behind `first_token`. The conductor chose one for what the pool had then."""
+        num_tokens = len(call.spec.tokens) - first_token
+        return widened_chunk_tokens(call.chunk_tokens, num_tokens, self._scheduler.config.max_batch_tokens)
 
     def _sample(
         self,

@@ -65,7 +65,7 @@ class StageService:
             call.spec,
             call.ticket,
             layers,
-            call.chunk_tokens,
+            call.max_chunk_tokens,
             lambda _: stage.push.end_writes(ended),
             self.address,
         )
@@ -98,7 +98,7 @@ class StageService:
         return handed.result().checksums.astype("<u4").tobytes()
 
     async def start(self, call: StartStage) -> None:
-        await self._find(call.request_id, call.epoch).start(call.first_token)
+        await self._find(call.request_id, call.epoch).start(call.first_token, call.chunk_tokens)
 
     async def chunk_ready(self, call: ChunkReady) -> None:
         await self._find(call.request_id, call.epoch).chunk_ready(call.number)

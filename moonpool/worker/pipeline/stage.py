@@ -19,7 +19,7 @@ from moonpool.base.cluster import REQUEST_LIMITS, WORKER_SERVICE
 from moonpool.base.errors import Cancelled, InvalidInput, MoonpoolError
 from moonpool.base.rpc import AsyncClient
 from moonpool.engine.runner import Runner
-from moonpool.engine.stages import WINDOW
+from moonpool.engine.stages import WINDOW, chunk_bounds
 from moonpool.transfer import Priority, TransferEngine, TransferOp, TransferRequest
 from moonpool.transfer.memory.segment import Segment
 from moonpool.worker.kv_link.pull_job import PullResult
@@ -60,8 +60,8 @@ class StageTools:
 class ActivationInbox:
     """Memory for hidden states that another stage writes: a few chunks, in turn."""
 
-    def __init__(self, tools: StageTools, address: str, chunk_tokens: int) -> None:
-        self._tools, self._slot_nbytes = tools, chunk_tokens * tools.token_nbytes
+    def __init__(self, tools: StageTools, address: str, max_chunk_tokens: int) -> None:
+        self._tools, self._slot_nbytes = tools, max_chunk_tokens * tools.token_nbytes
         name = f"{tools.name}/stage/{next(_NUMBERS)}"
         self._segment = Segment.allocate(name, WINDOW * self._slot_nbytes, incarnation=time.time_ns())
         try:
@@ -86,7 +86,8 @@ class ActivationInbox:
 
 
 class Stage:
-    """`on_last` gets the last chunk's result, on the engine's thread. `address` is this worker's."""
+    """`max_chunk_tokens` is for what it has room. `on_last` gets the last chunk's result, on the engine's thread.
+    `address` is this worker's."""
 
     def __init__(
         self,
@@ -94,22 +95,23 @@ class Stage:
         spec: RequestSpec,
         ticket: Ticket,
         layers: range,
-        chunk_tokens: int,
+        max_chunk_tokens: int,
         on_last: Callable[[torch.Tensor], None],
         address: str,
     ) -> None:
-        if not (0 <= layers.start < layers.stop <= tools.num_layers and chunk_tokens >= 1):
-            raise InvalidInput(f"no stage has layers {layers} of {tools.num_layers} in chunks of {chunk_tokens} tokens")
+        if not (0 <= layers.start < layers.stop <= tools.num_layers and max_chunk_tokens >= 1):
+            raise InvalidInput(
+                f"no stage has layers {layers} of {tools.num_layers} in chunks of {max_chunk_tokens} tokens"
+            )
         self._tools, self._events, self._on_last = tools, asyncio.get_running_loop(), on_last
         self.spec, self.layers = spec, layers
         self.is_last = layers.stop == tools.num_layers
-        chunk_tokens = min(chunk_tokens, len(spec.tokens))
-        self.inbox = ActivationInbox(tools, address, chunk_tokens) if layers.start else None
+        self._max_chunk_tokens = min(max_chunk_tokens, len(spec.tokens))
+        self.inbox = ActivationInbox(tools, address, self._max_chunk_tokens) if layers.start else None
         self.push = tools.make_push(ticket, (), layers)
         self.prompt = StagedPrompt(
             name=engine_name(spec),
             tokens=spec.tokens,
-            chunk_tokens=chunk_tokens,
             layers=layers,
             is_last=self.is_last,
             push=self.push,
@@ -134,13 +136,16 @@ class Stage:
         self._num_pulled = result.num_good
         return result
 
-    async def start(self, first_token: int) -> None:
-        """Hand over and compute from `first_token` on. InvalidInput if not all KV before it is here, or if the stage
-        computes already."""
+    async def start(self, first_token: int, chunk_tokens: int) -> None:
+        """Hand over and compute from `first_token` on. InvalidInput if not all KV before it is here, if the chunks are
+        larger than the stage has room for, or if it computes already."""
         num_blocks, rest = divmod(first_token, self._tools.stages.block_tokens)
         if self._started.is_set() or rest or not 0 <= num_blocks <= self._num_pulled:
             raise InvalidInput(f"a stage with {self._num_pulled} blocks cannot begin at token {first_token}")
-        await asyncio.wrap_future(self._tools.loop.call(lambda: self._tools.stages.start(self.prompt, first_token)))
+        if chunk_tokens > self._max_chunk_tokens:
+            raise InvalidInput(f"a stage for {self._max_chunk_tokens} tokens at once got chunks of {chunk_tokens}")
+        bounds = chunk_bounds(len(self.spec.tokens), chunk_tokens, first_token)
+        await asyncio.wrap_future(self._tools.loop.call(lambda: self._tools.stages.start(self.prompt, bounds)))
         self._started.set()
 
     async def chunk_ready(self, number: int) -> None:

@@ -15,7 +15,7 @@ from moonpool.base.errors import Cancelled, Internal, MoonpoolError
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import Chunk, pages_for
-from moonpool.engine.stages import StageQueue, chunk_bounds
+from moonpool.engine.stages import StageQueue
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.prefill import completed_blocks
@@ -32,7 +32,6 @@ class StagedPrompt:
 
     name: str
     tokens: list[int]
-    chunk_tokens: int
     layers: range
     is_last: bool
     push: Push
@@ -40,7 +39,7 @@ class StagedPrompt:
     on_computed: Callable[[int, torch.Tensor], None]
     on_failure: Callable[[MoonpoolError], None]
     pages: tuple[int, ...] = ()
-    bounds: list[tuple[int, int]] = field(default_factory=list)
+    bounds: list[tuple[int, int]] = field(default_factory=list)  # of its chunks; none before it starts
 
     @property
     def owner(self) -> str:
@@ -92,16 +91,14 @@ class StageRunner:
 
     def _tokens_left(self, prompt: StagedPrompt) -> int:
         num_left = self._queue.num_left(prompt.name)
-        if num_left == 0:
-            return 0
-        first = 0 if num_left is None else len(prompt.bounds) - num_left  # None: it has its pages and begins soon
-        return len(prompt.tokens) - prompt.bounds[first][0]
+        if num_left is None:  # it has its pages and begins soon
+            return len(prompt.tokens)
+        return len(prompt.tokens) - prompt.bounds[-num_left][0] if num_left else 0
 
     def reserve(self, prompt: StagedPrompt) -> None:
         """Reserve pages for the prompt. Raise NoSpace if there are too few now, AlreadyExists if it is here."""
         num_blocks = pages_for(len(prompt.tokens), self._pages.block_tokens)
         prompt.pages = tuple(self._pages.reserve(prompt.owner, num_blocks).pages)
-        prompt.bounds = chunk_bounds(len(prompt.tokens), prompt.chunk_tokens)
         self._prompts[prompt.name] = prompt
 
     def replace_pages(self, prompt: StagedPrompt) -> None:
@@ -111,14 +108,14 @@ class StageRunner:
         self._pages.release(prompt.owner)
         prompt.pages = tuple(self._pages.reserve(prompt.owner, len(prompt.pages)).pages)
 
-    def start(self, prompt: StagedPrompt, first_token: int) -> None:
-        """Begin to hand over and to compute, from `first_token` on: the KV of the blocks before it is in the pages. Do
-        nothing if the prompt was dropped."""
+    def start(self, prompt: StagedPrompt, bounds: list[tuple[int, int]]) -> None:
+        """Begin to hand over and to compute these chunks: the KV of the blocks before them is in the pages. Do nothing
+        if the prompt was dropped."""
         if self._prompts.get(prompt.name) is prompt:
-            prompt.bounds = chunk_bounds(len(prompt.tokens), prompt.chunk_tokens, first_token)
-            prompt.push.begin(prompt.pages, first_token // self._pages.block_tokens, 0)
+            prompt.bounds = bounds
+            prompt.push.begin(prompt.pages, bounds[0][0] // self._pages.block_tokens, 0)
             is_first = prompt.read_hidden is None
-            self._queue.add(prompt.name, len(prompt.bounds), is_first=is_first, is_last=prompt.is_last)
+            self._queue.add(prompt.name, len(bounds), is_first=is_first, is_last=prompt.is_last)
 
     def arrived(self, name: str) -> None:
         self._queue.arrived(name)
