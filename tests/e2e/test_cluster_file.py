@@ -169,12 +169,18 @@ def check_cut_off(
     assert answers[-1].error is None, answers[-1]
 
 
-def cut_off(cluster: Cluster, name: str, clients: dict[str, StreamClients]) -> tuple[float, float]:
-    """Cut the machine off for 10 s and wait until it serves again. Return when it was cut off, and when it was back."""
+def cut_off(
+    cluster: Cluster, name: str, clients: dict[str, StreamClients], *, serving: str | None = None
+) -> tuple[float, float]:
+    """Cut the machine off for 10 s, or until the front end of `serving` has answered meanwhile, and wait until it
+    serves again. Return when it was cut off, and when it was back."""
     wait_until(lambda: all(each.num_seen for each in clients.values()), 30, "answers")
     cluster.machines[name].cut_link()
     cut_s = time.monotonic()
     time.sleep(CUT_S)
+    if serving is not None:  # where others use the machine, an answer alone may take half of these 10 s
+        late_s, answers = cut_s + HANG_S, clients[serving]
+        wait_until(lambda: any(each.began_s > late_s for each in answers.seen), 60, "it serves meanwhile")
     cluster.machines[name].join_link()
     joined_s = time.monotonic()
     wait_until(lambda: cluster.missing() == [], 60, "all roles are there again")
@@ -186,12 +192,11 @@ def cut_off(cluster: Cluster, name: str, clients: dict[str, StreamClients]) -> t
 def test_a_machine_is_cut_off_for_10_s(cluster: Cluster, undisturbed: list[SeenAnswer]) -> None:
     crowded = crowding()
     with cluster.clients(a=3, b=2) as clients:
-        cut_s, joined_s = cut_off(cluster, "b", clients)
+        cut_s, joined_s = cut_off(cluster, "b", clients, serving="a")
     outside, inside = clients["a"].stop(), clients["b"].stop()
     report("b is cut off, at a", outside)
     report("b is cut off, at b", inside)
     check_answers(outside, undisturbed, crowded)
-    assert any(cut_s + HANG_S < each.began_s and each.ended_s < joined_s for each in outside), "it serves meanwhile"
     check_cut_off(inside, undisturbed, crowded, cut_s, joined_s)
 
 

@@ -47,6 +47,8 @@ ROOT = bytes(range(32))  # of a tenant that only tests have
 VOCAB = 211
 PAGE_NBYTES = 3 * 2 * 2 * BLOCK_TOKENS * 8 * 4  # of the tiny llama
 RETRY = RetryPolicy(max_attempts=6, backoff_s=0.01, max_backoff_s=0.05, worker_wait_s=5.0)
+# A limit for hangs only: an answer of 200 slowed steps takes 8 s, and several times that where others use the machine.
+PATIENCE_S = 60.0
 _NAMES = itertools.count()
 
 
@@ -287,7 +289,7 @@ class TinyCluster:
         params: SamplingParams,
         *,
         on_tokens: Callable[[Answer], None] | None = None,
-        timeout_s: float = 20.0,
+        timeout_s: float = PATIENCE_S,
     ) -> Answer:
         """Fails at once when an engine dies meanwhile."""
         work = asyncio.create_task(self._generate(prompt, params, on_tokens, timeout_s))
@@ -327,7 +329,7 @@ class TinyCluster:
     def puts_in_progress(self) -> int:
         return self.master.state.stats().counters["puts_in_progress"]
 
-    async def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    async def until(self, holds: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
         """For what threads bring about in their own time."""
         end_s = time.monotonic() + timeout_s
         while not holds():

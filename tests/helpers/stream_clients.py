@@ -64,6 +64,11 @@ class StreamClients:
                 self._seen.append(SeenAnswer(**json.loads(line)))
 
     @property
+    def seen(self) -> list[SeenAnswer]:
+        """Return the answers that have ended until now."""
+        return list(self._seen)
+
+    @property
     def num_seen(self) -> int:
         return len(self._seen)
 
