@@ -12,7 +12,8 @@ REQUIRED = "Required"
 _OTHER = "More"
 _GROUPS = {
     "Model": "model model_name random_weights max_model_len dtype kv_dtype device",
-    "Roles": "prefill decode nodes frontends conductors elastic pipeline name role expected_workers expected_nodes",
+    "Roles": "prefill decode nodes frontends conductors elastic pipeline pipeline_min_tokens name role "
+    "expected_workers expected_nodes",
     "Memory and disk": "dram ssd ssd_size ssd_file_size ssd_rest_s kv numa_node copy_threads fence_check_s",
     "Addresses": "host port listen master conductor run_dir siblings",
     "Transfers": "shm nixl lanes tcp_host tcp_hosts tcp_port tcp_advertise_host tcp_max_connections tcp_idle_s "

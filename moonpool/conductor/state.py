@@ -68,6 +68,7 @@ class ConductorState:
         self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
         self._admission = AdmissionController(policy.targets, self._kinds.decode_step_s)
         self._pool_sources = policy.pool_sources
+        self._pipeline_min_tokens = policy.pipeline_min_tokens
         self.set_pool_nodes({})
         self._decode_slots = Slots()
         self._request_errors = RequestErrors()
@@ -338,7 +339,8 @@ class ConductorState:
         choice = self._chooser.choose(inputs, self.decodes, excluded, self._kinds)
         if self.records.num_attempts(call.request_id) <= 1:  # a second one depends on one worker alone
             policy, workers = self._chooser.policy, self._workers.values()
-            choice = choose_pipeline(choice, inputs, policy, workers, self.costs, paths)
+            min_tokens = self._pipeline_min_tokens
+            choice = choose_pipeline(choice, inputs, policy, workers, self.costs, paths, min_tokens=min_tokens)
         decode = self._workers[self.decodes.names[choice.decode_slot]]
         return inputs, self._decode_side.add_waits(choice, request, *decode.decode_pages)
 

@@ -44,7 +44,7 @@ from moonpool.launch.plan import ServeConfig
 DEFAULT_MASTER_PORT, DEFAULT_CONDUCTOR_PORT = 7700, 7800
 _OF_A_MACHINE = {"prefill", "decode", "nodes", "frontends", "conductors", "host"}  # never for the whole cluster
 _OF_THE_CLUSTER = {"model", "random_weights", "block_tokens", "max_model_len", "dtype", "kv_dtype", "policy", "elastic"}
-_OF_THE_CLUSTER |= {"ttft_slo_s", "tbt_slo_s", "admission", "secret_file", "tenants_file"}
+_OF_THE_CLUSTER |= {"ttft_slo_s", "tbt_slo_s", "admission", "pipeline_min_tokens", "secret_file", "tenants_file"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,11 @@ class ServeConfig:
     # let workers change between prefill and decode as the load moves; --prefill and --decode say how they start
     elastic: bool = WorkerConfig.elastic
     # prefill workers that compute a long prompt together, each some of the layers; the conductor decides from which
-    # length on this is faster; 1: every prompt is computed by one worker
+    # length on this is faster, unless --pipeline-min-tokens says it; 1: every prompt is computed by one worker
     pipeline: int = WorkerConfig.pipeline
+    # with --pipeline: prompts of which one worker would have to compute at least this many tokens are computed by
+    # several; default: prompts that are predicted to be clearly faster so
+    pipeline_min_tokens: int | None = None
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
     # type of weights and activations, and of KV if kv_dtype is not given; default: float32, with a GPU bfloat16
     dtype: DType | None = WorkerConfig.dtype
@@ -171,7 +174,12 @@ class ServeConfig:
             raise ConfigError(f"{self.device} are more devices than the {self.num_workers} workers", param="device")
         if self.threads is not None and self.threads < 1:
             raise ConfigError("--threads must be at least 1", param="threads")
-        PolicyConfig(name=self.policy, ttft_slo_s=self.ttft_slo_s, tbt_slo_s=self.tbt_slo_s)  # raises ConfigError
+        PolicyConfig(  # raises ConfigError
+            name=self.policy,
+            ttft_slo_s=self.ttft_slo_s,
+            tbt_slo_s=self.tbt_slo_s,
+            pipeline_min_tokens=self.pipeline_min_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +304,7 @@ def _conductor(config: ServeConfig, wiring: Wiring, name: str, address: str) -> 
         "policy_ttft_slo_s": config.ttft_slo_s,
         "policy_tbt_slo_s": config.tbt_slo_s,
         "policy_admission": config.admission,
+        "policy_pipeline_min_tokens": config.pipeline_min_tokens,
         "log_level": config.log_level,
     }
     return Role(name, command="conductor", options=options, first_after=_if_here(wiring, MASTER))

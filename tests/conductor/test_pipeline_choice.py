@@ -9,7 +9,7 @@ from moonpool.base.cluster import PrefillSample, PullSample
 from moonpool.base.keys import chain_keys, object_key
 from moonpool.conductor.messages import Decision, Route
 from moonpool.conductor.placement.policy import PolicyConfig
-from moonpool.conductor.placement.prefix_index import PrefixIndex
+from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
 from moonpool.conductor.state import ConductorState
 from moonpool.engine.stages import MIN_CHUNKS, chunk_bounds, pipeline_s
 
@@ -19,10 +19,16 @@ KEYS = chain_keys(b"r" * 32, range(NUM_BLOCKS * BLOCK), BLOCK)
 TOKEN_S = 1e-3
 
 
-def world(num_stored: int = 0, block_s: float = 1e-3, nodes: int = 1, policy: str = "cost") -> ConductorState:
+def world(
+    num_stored: int = 0,
+    block_s: float = 1e-3,
+    nodes: int = 1,
+    policy: str = "cost",
+    min_tokens: int | None = None,
+) -> ConductorState:
     """Two workers that share prompts, whose tokens take 1 ms each. The pool has so many leading blocks of KEYS, and a
     block takes `block_s` to pull."""
-    state = ConductorState(PolicyConfig(name=policy), PrefixIndex(), 100)
+    state = ConductorState(PolicyConfig(name=policy, pipeline_min_tokens=min_tokens), PrefixIndex(), 100)
     for name in ("p0", "p1", "d0"):
         state.register(info(name, pipeline=2 if name != "d0" else 1))
     state.set_pool_nodes({f"n{number}": "" for number in range(nodes)})
@@ -67,6 +73,21 @@ def test_where_little_is_left_one_worker_computes_it() -> None:
     decision = send(world(NUM_BLOCKS))
     assert decision.stages == ()
     assert decision.candidates[0].pulled_blocks == NUM_BLOCKS
+
+
+@pytest.mark.parametrize(("num_stored", "num_computed"), [(0, TOKENS), (60, TOKENS - 60 * BLOCK), (NUM_BLOCKS, 1)])
+def test_a_given_length_decides_instead_of_the_prediction(num_stored: int, num_computed: int) -> None:
+    """It counts what one worker would have to compute."""
+    assert len(send(world(num_stored, min_tokens=num_computed)).stages) == 1
+    assert send(world(num_stored, min_tokens=num_computed + 1)).stages == ()
+
+
+def test_a_worker_that_has_the_prompt_computes_it_alone() -> None:
+    """Its pages have what the pool has not; a pipeline would compute all of it."""
+    state = world(min_tokens=1000)
+    state.index.expect("p1", fingerprints(KEYS))
+    decision = send(state)
+    assert (decision.prefill.name, decision.stages) == ("p1", ())
 
 
 def test_a_slow_pool_is_left_alone() -> None:

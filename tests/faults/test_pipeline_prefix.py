@@ -1,15 +1,16 @@
 """A pipelined prompt whose first blocks are in the pool: the stages pull their layers, and what is missing, damaged or
-late costs computing, never a token. The conductor is made to send every prompt to both workers."""
+late costs computing, never a token. The conductor sends every prompt to both workers."""
 
 from __future__ import annotations
 
 import asyncio
-import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from test_pipeline import LONG, NUM_BLOCKS, PIPELINE, check_pool, helper_of, leads, stages_of
 from tiny_cluster import (
+    ALWAYS_PULLS,
     PAGE_NBYTES,
     ROOT,
     Answer,
@@ -24,19 +25,14 @@ from tiny_cluster import (
 from moonpool.base.errors import InvalidInput
 from moonpool.base.keys import chain_keys
 from moonpool.base.object_header import unpack
-from moonpool.conductor.placement import pipelines
 from moonpool.conductor.records.store import RecordFilter
 from moonpool.engine.stages import MAX_CHUNKS
 from moonpool.worker.kv_link.pull import Puller, _PieceStream
 
+PIPELINE = {**PIPELINE, "policy": replace(ALWAYS_PULLS, pipeline_min_tokens=1)}
 PARAMS = greedy(8)
 PROMPT = prompt_of(LONG, seed=21)
 NUM_LAYERS = 3  # two of them at the first stage
-
-
-@pytest.fixture(autouse=True)
-def always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines, "_CLEARLY", math.inf)
 
 
 class Computed:

@@ -162,9 +162,16 @@ class TinyCluster:
     """Use `async with tiny_cluster(...)`."""
 
     def __init__(
-        self, model: str, run_dir: Path, node_settings: dict[str, Any], shm: bool, settings: dict[str, Any]
+        self,
+        model: str,
+        run_dir: Path,
+        node_settings: dict[str, Any],
+        shm: bool,
+        policy: PolicyConfig,
+        settings: dict[str, Any],
     ) -> None:
         self._model, self._dir, self._node_settings, self._settings = model, run_dir, node_settings, settings
+        self._policy = policy
         self._wires: dict[str, Any] = {"shm": shm, "tcp_host": None if shm else "127.0.0.1"}
         self.workers: dict[str, TinyWorker] = {}
         self.conductors: list[Conductor] = []  # the first of them is `conductor`
@@ -214,7 +221,7 @@ class TinyCluster:
 
     async def start_conductor(self) -> None:
         self.conductor = Conductor(
-            ConductorConfig(address=self._at("c.sock"), store_address=self._at("m.sock"), policy=ALWAYS_PULLS)
+            ConductorConfig(address=self._at("c.sock"), store_address=self._at("m.sock"), policy=self._policy)
         )
         await self.conductor.start()
         self.connections = Connections(self.conductor_address)
@@ -222,7 +229,7 @@ class TinyCluster:
 
     async def start_second_conductor(self) -> None:
         """Before the workers: they report to both."""
-        config = ConductorConfig(address=self._at("c1.sock"), store_address=self._at("m.sock"), policy=ALWAYS_PULLS)
+        config = ConductorConfig(address=self._at("c1.sock"), store_address=self._at("m.sock"), policy=self._policy)
         self.conductors.append(Conductor(config))
         await self.conductors[1].start()
         self.conductor_address += "," + self._at("c1.sock")
@@ -381,6 +388,7 @@ async def tiny_cluster(
     dram_nbytes: int = 8 << 20,
     shm: bool = True,
     node_secret: str | None = None,
+    policy: PolicyConfig = ALWAYS_PULLS,
     **settings: Any,
 ) -> AsyncIterator[TinyCluster]:
     """Checks at the end that nothing is held anywhere. `settings` go to every WorkerConfig; `node_secret` is the node's
@@ -390,7 +398,7 @@ async def tiny_cluster(
         # Not tmp_path: a Unix socket's path has at most 107 bytes.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp"))
         node_settings = {"dram_nbytes": dram_nbytes, "secret_file": node_secret}
-        cluster = TinyCluster(model, Path(folder), node_settings, shm, settings)
+        cluster = TinyCluster(model, Path(folder), node_settings, shm, policy, settings)
         await cluster.start_pool()
         await cluster.start_conductor()
         if num_conductors == 2:

@@ -1,7 +1,8 @@
 """Whether a long prompt is computed by several workers together (chunked pipeline parallelism). Pure.
 
 The prompt goes to the pipeline if its predicted TTFT is clearly below that of the best single worker: from a length on
-that the cost models give, and only while enough workers have little to do. A prefix in the pool is priced on both
+that the cost models give, and only while enough workers have little to do. With `PolicyConfig.pipeline_min_tokens` it
+goes there from that many tokens on. A prefix in the pool is priced on both
 sides: every stage pulls its layers of it, and together they compute the rest. Where little is left to compute, one
 worker is as fast. Blocks in a worker's own pages do not help a pipeline, because the other stages do not have them.
 """
@@ -64,18 +65,23 @@ def choose_pipeline(
     workers: Iterable[Registration],
     costs: CostModels,
     paths: PoolPaths | None,
+    *,
+    min_tokens: int | None = None,
 ) -> PlacementChoice:
-    """Return `single`, or it with a pipeline of the least busy prefill workers, if that is clearly faster. The policy
-    says how much of the pool's prefix the pipeline takes, as for a single worker."""
+    """Return `single`, or it with a pipeline of the least busy prefill workers: if `single` would compute at least
+    `min_tokens` or, without that number, if the pipeline is clearly faster. The policy says how much of the pool's
+    prefix the pipeline takes, as for a single worker."""
     chosen = _least_busy(inputs, workers)
     if len(chosen) < 2 or inputs.request.num_tokens < MIN_CHUNKS:
+        return single
+    if min_tokens is not None and _computed_tokens(inputs, single.prefill) < min_tokens:
         return single
     shape = PipelineShape(len(chosen), chosen[0].info.step_tokens)
     prices = PipelinePricing(inputs, costs, paths, shape)
     shared = inputs._replace(prices=prices, kinds=())
     plan = _plan(policy, shared, chosen)
     candidate = _candidate(inputs, plan, chosen, prices.chunk_tokens(plan.pulled))
-    if candidate.ttft_s >= _CLEARLY * single.prefill.ttft_s:
+    if min_tokens is None and candidate.ttft_s >= _CLEARLY * single.prefill.ttft_s:
         return single
     return single._replace(
         plan=plan,
@@ -83,6 +89,11 @@ def choose_pipeline(
         candidates=(candidate, *single.candidates),
         max_pool_blocks=policy.pool_limit(shared, plan),
     )
+
+
+def _computed_tokens(inputs: PlacementInput, one: Candidate) -> int:
+    num_reused = (one.local_blocks + one.pulled_blocks) * inputs.request.block_tokens
+    return inputs.request.num_tokens - num_reused
 
 
 def _least_busy(inputs: PlacementInput, workers: Iterable[Registration]) -> list[Registration]:

@@ -66,6 +66,9 @@ class PolicyConfig:
     # treat workers as tied if their predicted TTFT differs by less than this fraction of the request's own work; 0:
     # exact ties only
     tie_slack: float = 0.05
+    # send a prompt to a pipeline if one worker would have to compute at least this many tokens of it; default: if the
+    # pipeline is predicted to be clearly faster
+    pipeline_min_tokens: int | None = None
     num_candidates: int = 4  # candidate workers kept in a decision record
     pool_sources: int | None = None  # nodes that serve pulls in the prediction; default: all nodes of the pool
     seed: int = 0  # random seed of the policy random
@@ -76,7 +79,14 @@ class PolicyConfig:
             raise ConfigError(f"policy {self.name!r} is none of {', '.join(POLICY_NAMES)}", param="name")
         if not self.kvcache_balancing_threshold >= 1:
             raise ConfigError("kvcache_balancing_threshold must be at least 1", param="kvcache_balancing_threshold")
-        for name in ("ttft_slo_s", "tbt_slo_s", "num_candidates", "pool_sources", "queue_timeout_s"):
+        for name in (
+            "ttft_slo_s",
+            "tbt_slo_s",
+            "pipeline_min_tokens",
+            "num_candidates",
+            "pool_sources",
+            "queue_timeout_s",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0", param=name)
