@@ -69,8 +69,8 @@ class ServeConfig:
     # prefill workers that compute a long prompt together, each some of the layers; the conductor decides from which
     # length on this is faster, unless --pipeline-min-tokens says it; 1: every prompt is computed by one worker
     pipeline: int = WorkerConfig.pipeline
-    # with --pipeline: prompts of which one worker would have to compute at least this many tokens are computed by
-    # several; default: prompts that are predicted to be clearly faster so
+    # with --pipeline: several workers compute a prompt that has at least this many tokens beside those in a cache;
+    # default: the conductor predicts which prompts are faster so
     pipeline_min_tokens: int | None = None
     max_model_len: int | None = None  # longest prompt plus answer in tokens; default: the model's limit
     # type of weights and activations, and of KV if kv_dtype is not given; default: float32, with a GPU bfloat16
@@ -151,6 +151,10 @@ class ServeConfig:
         if not 1 <= self.pipeline <= self.prefill:
             raise ConfigError(
                 f"--pipeline {self.pipeline} needs as many prefill workers, not {self.prefill}", param="pipeline"
+            )
+        if self.pipeline_min_tokens is not None and self.pipeline == 1:
+            raise ConfigError(
+                "--pipeline-min-tokens needs --pipeline with at least 2 workers", param="pipeline_min_tokens"
             )
         for name, count in (("nodes", self.nodes), ("frontends", self.frontends), ("conductors", self.conductors)):
             if not 1 <= count <= MOST_OF_A_KIND:

@@ -143,6 +143,9 @@ def test_the_plan_can_be_supervised() -> None:
         {"kv": "much"},
         {"threads": 0},
         {"policy": "best"},
+        {"prefill": 2, "pipeline": 3},
+        {"prefill": 2, "pipeline": 2, "pipeline_min_tokens": 0},
+        {"pipeline_min_tokens": 1000},
         {"ttft_slo_s": 0.0},
         {"log_level": "X"},
     ],
@@ -150,6 +153,13 @@ def test_the_plan_can_be_supervised() -> None:
 def test_senseless_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServeConfig(**settings).check()
+
+
+def test_the_conductor_knows_the_length_for_pipelines() -> None:
+    settings = {"prefill": 2, "pipeline": 2, "pipeline_min_tokens": 1000}
+    ServeConfig(**settings).check()
+    arguments = to_arguments(plan(**settings)["conductor"].options)
+    assert arguments[arguments.index("--policy-pipeline-min-tokens") + 1] == "1000"
 
 
 def test_options_become_arguments() -> None:

@@ -66,8 +66,8 @@ class PolicyConfig:
     # treat workers as tied if their predicted TTFT differs by less than this fraction of the request's own work; 0:
     # exact ties only
     tie_slack: float = 0.05
-    # send a prompt to a pipeline if one worker would have to compute at least this many tokens of it; default: if the
-    # pipeline is predicted to be clearly faster
+    # send a prompt to a pipeline if it has at least this many tokens beside those that one worker finds in a cache;
+    # default: if the pipeline is predicted to be clearly faster
     pipeline_min_tokens: int | None = None
     num_candidates: int = 4  # candidate workers kept in a decision record
     pool_sources: int | None = None  # nodes that serve pulls in the prediction; default: all nodes of the pool
