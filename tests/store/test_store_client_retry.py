@@ -96,6 +96,26 @@ def test_an_answer_that_was_lost_is_asked_for_again(master: FakeMaster) -> None:
     client.close()
 
 
+def test_a_call_for_one_connection_is_sent_over_no_other(master: FakeMaster) -> None:
+    master.start()
+    client = client_to(master)
+    client.call(Exist([b"k"]))
+    first = client.connection
+    assert client.call_once(Exist([b"k"]), first) == [True]
+    client._rpc._drop()
+    with pytest.raises(PeerLost, match="has ended"):  # and does not connect
+        client.call_once(Exist([b"k"]), first)
+    client.call(Exist([b"k"]))
+    second = client.connection
+    assert second is not first
+    with pytest.raises(PeerLost, match="has ended"):
+        client.call_once(Exist([b"k"]), first)
+    assert master.num_asked == 3
+    assert client.call_once(Exist([b"k"]), second) == [True]
+    assert client.connection is second, "what was refused has not closed it"
+    client.close()
+
+
 def test_close_wakes_who_waits(master: FakeMaster) -> None:
     client = client_to(master)
     errors: list[Exception] = []

@@ -40,7 +40,7 @@ class Unpinned:
         self.fails = False
         self.called = threading.Event()
 
-    def __call__(self, session: int, keys: list[bytes]) -> None:
+    def __call__(self, session: int, keys: list[bytes], connection: object) -> None:
         assert session == SESSION
         self.called.set()
         if self.fails:
@@ -167,6 +167,6 @@ def test_spare_pins_end_with_the_ledger_and_with_their_session() -> None:
     (other,) = ledger.add_pins(infos(b"c"), SESSION + 1)
     ledger.keep(other, np.zeros(0, np.uint8))
     unpinned_later: list[tuple[int, list[bytes]]] = []
-    ledger._unpin = lambda session, keys: unpinned_later.append((session, keys))
+    ledger._unpin = lambda session, keys, _: unpinned_later.append((session, keys))
     ledger.close()
     assert unpinned_later == [(SESSION + 1, [b"c"])]

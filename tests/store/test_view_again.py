@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,39 @@ def test_a_look_up_that_connects_again_is_the_last_of_its_session(viewer: Viewin
             pass
     before, while_connecting, after, again = viewer.sessions
     assert before == while_connecting != after == again
+
+
+def test_the_end_of_a_view_is_told_over_its_own_connection_only(
+    pool: FacadePool, viewer: ViewingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that ends pins waits for its turn while a look-up connects again, for the same session. A master that
+    lost power has lost the old pin; told of its end, it would end that of the new view.
+    """
+    monkeypatch.setattr(view_ledger, "SPARE_S", 0.0)
+    master, begun, may_send, ended = viewer.store.master, *(threading.Event() for _ in range(3))
+    call_once = master.call_once
+
+    def call_late(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        may_send.wait(30)
+        try:
+            return call_once(*args, **kwargs)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(master, "call_once", call_late)
+    viewer.look("k")
+    assert begun.wait(30)
+    pins, key = pool.master.state.index.pins, b"k"
+    pool.on_loop(lambda: pool.master.state.unpin(viewer.sessions[0], [key], 0.0))  # as if its record had been lost
+    master._rpc._drop()
+    with viewer.store.view("k") as new:
+        assert viewer.sessions[0] == viewer.sessions[1]
+        may_send.set()
+        assert ended.wait(30)
+        assert pool.on_loop(pins.owners)
+        assert bytes(new.pieces[0]) == VALUE
+    wait_until(lambda: not pool.on_loop(pins.owners))
 
 
 def test_the_pin_ends_some_time_after_the_last_view(

@@ -94,12 +94,18 @@ class BlockingClient:
         if body is None:
             with self._turn(timeout_s, call_id) as deadline:
                 body = self._exchange(request, call_id, deadline)
-        if isinstance(body, Frame):
-            if body.kind is FrameKind.ERROR:
-                raise decode_error(body.body)
-            body = body.body
-        answer: R = decode_reply(call, body)
-        return answer
+        return _decoded(call, body)
+
+    def call_on(self, peer: object, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> R:
+        """As call(), over the connection on which the server's Hello was `peer`. PeerLost, with nothing sent, if that
+        connection has ended."""
+        call_id, body = next(self._ids), None
+        with self._turn(timeout_s, call_id) as deadline:
+            if self._socket is not None and self.peer is peer:
+                body = self._exchange(encode_call(call, call_id), call_id, deadline)
+        if body is None:  # raised here, because what fails within the turn closes the connection
+            raise PeerLost(f"the connection to {self._address} has ended, and there may be another one")
+        return _decoded(call, body)
 
     def connect(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Hello:
         """Connect now (call() connects by itself). Return the server's Hello."""
@@ -373,6 +379,15 @@ class BlockingClient:
             self._socket = None
         self._is_torn = False
         self._given_up.clear()
+
+
+def _decoded(call: Call[R], body: bytes | Frame) -> R:
+    if isinstance(body, Frame):
+        if body.kind is FrameKind.ERROR:
+            raise decode_error(body.body)
+        body = body.body
+    answer: R = decode_reply(call, body)
+    return answer
 
 
 def _timeval(seconds: float) -> bytes:

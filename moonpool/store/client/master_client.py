@@ -84,13 +84,16 @@ class MasterClient:
         except PeerLost:
             return self._call_again(call)
 
-    def call_once(self, call: Call[R]) -> R:
+    def call_once(self, call: Call[R], connection: object = None) -> R:
         """Return the answer to a call that must not be sent twice. Raise PeerLost also when the connection broke
-        earlier: its pins are gone then.
+        earlier: its pins are gone then. With `connection`, one of `self.connection`, raise it also when there is
+        another one now.
         """
         if self._breaker.is_open and not self._is_back(Deadline(self._retry_s)):
             raise self._breaker.refusal()
         try:
+            if connection is not None:
+                return self._rpc.call_on(connection, call, timeout_s=self._timeout_s)
             return self._rpc.call(call, timeout_s=self._timeout_s)
         except PeerSilent as error:
             raise self._breaker.trip(error) from error

@@ -86,14 +86,15 @@ class ViewLedger:
     Of several pins of one key the master ends the oldest first, and they may pin different objects, because the key may
     have been replaced in between. So a released pin waits for the older ones of its key.
 
-    When an answer about pins is lost, it is not known how many pins the master holds. Then their session is retired: it
-    gets no more views, and when its last view is released, `end_session` ends all its pins at once.
+    `unpin` gets a session, keys, and the connection over which these pins were made, which is one for all of a session.
+    When an answer about pins is lost, or the connection, it is not known how many pins the master holds. Then their
+    session is retired: it gets no more views, and when its last view is released, `end_session` ends all its pins.
     """
 
     def __init__(
         self,
         max_nbytes: int,
-        unpin: Callable[[int, list[bytes]], None],
+        unpin: Callable[[int, list[bytes], object], None],
         end_session: Callable[[int], None],
         clock: Clock | None = None,
     ) -> None:
@@ -198,14 +199,16 @@ class ViewLedger:
         while is_open:
             is_open = self._wait_for_released()
             over: dict[int, list[bytes]] = {}
+            connections: dict[int, object] = {}
             for pin in self._take_over(everything=not is_open):
                 session, keys = self._forget(pin)
                 over.setdefault(session, []).extend(keys)
+                connections[session] = pin.connection
             for session, keys in over.items():
                 # A repeated call could end the pin of another view, so it is sent once.
                 with contextlib.suppress(MoonpoolError):
                     if keys and session not in self._retired:
-                        self._unpin(session, keys)
+                        self._unpin(session, keys, connections[session])
             self._end_retired()
 
     def _end_retired(self) -> None:

@@ -132,13 +132,15 @@ class ClientViews:
             self._retire_if_reconnected()
             session = self._sessions.session()
             if session:
-                asked_s = self._reads.remembered.now_s()
+                asked_s, before = self._reads.remembered.now_s(), self._master.connection
                 session, infos = self._lookup_for(session, keys)
-                self._retire_if_reconnected()
-                self._pinned = session, self._master.connection
+                connection = self._master.connection
+                if connection is not before:  # older pins of the session may be lost, or these
+                    self._retire(session)
+                self._pinned = session, connection
                 self._reads.remembered.add(infos, asked_s)
                 found = [info for info in self._reads.counted(infos) if info is not None]
-                return infos, iter(self._ledger.add_pins(found, session, self._master.connection) if session else ())
+                return infos, iter(self._ledger.add_pins(found, session, connection) if session else ())
         return self._reads.lookup(keys), iter(())
 
     def _lookup_for(self, session: int, keys: list[bytes]) -> tuple[int, list[ObjectInfo | None]]:
@@ -230,9 +232,12 @@ class ClientViews:
         except MoonpoolError as error:
             return error
 
-    def _unpin(self, session: int, keys: list[bytes]) -> None:
+    def _unpin(self, session: int, keys: list[bytes], connection: object) -> None:
+        """End pins, over their own connection: a look-up for the same session may just have connected again, and a
+        master that lost these pins would end those of the look-up.
+        """
         try:
-            self._master.call_once(m.Unpin(keys=keys, session=session))
+            self._master.call_once(m.Unpin(keys=keys, session=session), connection)
         except MoonpoolError:
             self._retire(session)
 
