@@ -122,6 +122,8 @@ def test_space_held_outlives_a_killed_master(
     assert held > 0
     master.kill()
     start("master", **master_config(tmp_path))
+    # In the ordinary way, for its size: until the node's first heartbeat the master asks for what is held on it.
+    wait_until(lambda: puts_work(client, b"of another size", bytes(50_000)) or client.exist(b"of another size"))
     assert client.put(b"after", b"new")
     assert not client.put(b"before-0", b"new")
     assert client.get(b"after") == b"new"
