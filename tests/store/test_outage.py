@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from store_pool import MIB, LocalPool, RoleProcess, wait_until
+from wall_time import stolen_s
 
 from moonpool.base.errors import BreakerOpen, Unavailable
 from moonpool.store import Store
@@ -222,9 +223,9 @@ class StolenTime:
         self._thread.join()
 
     def _watch(self) -> None:
-        before = self._read()
+        before = stolen_s()
         while not self._is_over.wait(0.02):
-            now_s, after = time.monotonic(), self._read()
+            now_s, after = time.monotonic(), stolen_s()
             self._stolen.append((now_s, max(new - old for old, new in zip(before, after, strict=True))))
             before = after
             num_outages = sum(client.counters()["master_outages"] for client in self._clients)
@@ -235,13 +236,6 @@ class StolenTime:
                 else:
                     self.unexplained.append(f"{num_outages - self._num_seen} outages with {recent_s:.2f} s stolen")
                 self._num_seen = num_outages
-
-    @staticmethod
-    def _read() -> list[float]:
-        """Return the seconds stolen from each processor since the start."""
-        lines = Path("/proc/stat").read_text().splitlines()
-        per_second = os.sysconf("SC_CLK_TCK")
-        return [int(line.split()[8]) / per_second for line in lines if line.startswith("cpu") and line[3].isdigit()]
 
 
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(3600.0, marks=[pytest.mark.soak, pytest.mark.timeout(4000)])])
