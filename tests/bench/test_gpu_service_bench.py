@@ -15,7 +15,6 @@ from _gpu_lab import Report, prompt
 from _gpu_service import serving
 from gpu_serve import Workload, converse
 
-pytestmark = pytest.mark.timeout(240)
 ON_CPU = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "4000", "--kv", "128MB", "--dram", "256MB")
 NUM_IDS = 1700
 

@@ -25,7 +25,6 @@ from programs import find_program
 from prometheus_server import JOB, Prometheus, running_prometheus
 from random_model import small_model, token_prompt
 
-pytestmark = pytest.mark.timeout(300)
 FOLDER = Path(__file__).parents[2] / "deploy" / "grafana"
 DESCRIPTION = tomllib.loads((FOLDER / "boards.toml").read_text())
 # The pages of both prefill workers hold 64 blocks, so prompts that come again are pulled from the pool.

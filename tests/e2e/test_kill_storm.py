@@ -15,8 +15,6 @@ from e2e_service import Service, running, wait_until
 from kill_storm import Tally, answers, is_whole, storm
 from random_model import small_model, token_prompt
 
-pytestmark = pytest.mark.timeout(600)
-
 OPTIONS = (
     "--nodes",
     "2",

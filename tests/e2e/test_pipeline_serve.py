@@ -27,7 +27,7 @@ from moonpool.frontend.choice import ChoiceRequest, ChoiceRunner
 from moonpool.frontend.workers import Connections
 from moonpool.worker.messages import WorkerStats
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.model
 
 MODEL = "smollm2"
 NUM_TOKENS = 1500

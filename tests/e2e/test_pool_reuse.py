@@ -15,7 +15,7 @@ from moonpool.base.keys import object_key
 from moonpool.store.messages import SERVICE as STORE
 from moonpool.store.messages import Exist
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.model
 
 
 def long_prompt(seed: int, num_tokens: int = 1500) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 from e2e_service import Answer, Service, wait_until
 from random_model import token_prompt
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.model
 
 
 def role(service: Service, *words: str) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from moonpool.base.errors import NotFound
 from moonpool.engine.model_files import read_config, resolve
 from moonpool.engine.tokenizer import Tokenizer, load_tokenizer
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.model
 
 MODEL = "smollm2"
 MAX_TOKENS = 12

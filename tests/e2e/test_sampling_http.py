@@ -11,7 +11,7 @@ import openai
 import pytest
 from e2e_service import Service
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.model
 
 PROMPT = "Once upon a time in a small village by the sea there lived"
 

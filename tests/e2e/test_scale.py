@@ -19,8 +19,6 @@ from random_model import small_model, token_prompt
 
 from moonpool.base.cluster import WorkerRole
 
-pytestmark = pytest.mark.timeout(240)
-
 OPTIONS = ("--nodes", "2", "--decode", "2", "--random-weights", "--kv", "64MB", "--dram", "64MB", "--threads", "1")
 
 

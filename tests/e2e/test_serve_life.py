@@ -15,7 +15,7 @@ import pytest
 from e2e_service import Service, running, wait_until
 from wall_time import crowding
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.model
 
 GB = 1_000_000_000
 

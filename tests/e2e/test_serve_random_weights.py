@@ -11,9 +11,6 @@ import pytest
 from e2e_service import Service, running
 from random_model import small_model, token_prompt
 
-pytestmark = pytest.mark.timeout(180)
-
-
 FILE = """
 [serve]
 model = "{model}"

@@ -24,8 +24,6 @@ from moonpool.base.cluster import FRONTEND_SERVICE
 from moonpool.base.metrics import GetMetrics
 from moonpool.cli.doctor_services import check_services
 
-pytestmark = pytest.mark.timeout(180)
-
 NUM_PROMPTS = 8
 OPTIONS = ("--nodes", "2", "--frontends", "2", "--random-weights", "--kv", "64MB", "--dram", "64MB")
 

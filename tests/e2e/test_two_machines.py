@@ -20,7 +20,7 @@ from e2e_service import wait_until
 from machines_lab import Machine, MachinesLab, RoleProcess, missing
 
 REASON = missing()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 BLOCK_TOKENS = 16
 PAGE_NBYTES = 3 * 2 * 2 * BLOCK_TOKENS * 8 * 4  # of the tiny llama

@@ -209,7 +209,6 @@ def _nothing_held(service: Service) -> bool:
     return all((s.reserved_pages, s.num_waiting, s.num_running) == (0, 0, 0) for s in stats)
 
 
-@pytest.mark.timeout(300)
 def test_strangers_at_every_port(service: Service, tcp_node: str, tmp_path: Path) -> None:
     check_attacks(service, tcp_node, PORTS, 30, seed=int(os.environ.get("MOONPOOL_FUZZ_SEED", "11")), folder=tmp_path)
 

@@ -81,7 +81,7 @@ class Service:
         match = re.search(r"serves \S+ at (http\S+)/v1", self.log())
         assert match is not None
         self.url = match[1]
-        wait_until(self._healthy, 10, "the service is healthy")
+        wait_until(self._healthy, 60, "the service is healthy")
         self.ready_after_s = time.monotonic() - self.started_s
 
     def _healthy(self) -> bool:
@@ -89,7 +89,7 @@ class Service:
             return httpx.get(f"{self.url}/health").status_code == 200
         return False
 
-    def stop(self, signum: int = signal.SIGINT, timeout_s: float = 20.0) -> None:
+    def stop(self, signum: int = signal.SIGINT, timeout_s: float = 60.0) -> None:
         """Ends it and makes sure that nothing is left."""
         family = self.family()
         if self.process.poll() is None:

@@ -10,7 +10,7 @@ import pytest
 from engine_pool import check_example, run_example
 from lmcache_engine import PYTHON_VARIABLE, QUIET
 
-pytestmark = [pytest.mark.lmcache, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.lmcache
 _ROOT = Path(__file__).parents[2]
 _OPTIONS = {
     "dtype": "float32",

@@ -11,7 +11,7 @@ from engine_pool import check_example, run_example
 from sglang_driver import CPU_OPTIONS
 from sglang_engine import PYTHON_VARIABLE, QUIET, STAND_INS
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.sglang
 _ROOT = Path(__file__).parents[2]
 
 

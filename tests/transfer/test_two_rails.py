@@ -117,7 +117,6 @@ def test_a_rail_cut_in_the_middle_costs_no_byte_and_no_second(equal: RailsLab, o
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 @OPS
 @FAULTS
 def test_rails_cut_again_and_again(equal: RailsLab, op: str, fault: str) -> None:

@@ -10,7 +10,7 @@ from store_pool import MIB, wait_until
 from vllm_pool import FEWEST_LOADED, NUM_BLOCKS, Pool, prompt_of
 from vllm_process import Answer, NodeProcess, VllmProcess, assert_same_text
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 StartVllm = Callable[..., VllmProcess]
 CHECKSUM_MISMATCH = -801
 

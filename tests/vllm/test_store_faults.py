@@ -13,7 +13,7 @@ from vllm_pool import FEWEST_LOADED, NUM_BLOCKS, Pool, prompt_of
 from vllm_process import Answer, NodeProcess, VllmProcess, assert_same_text
 from wall_time import crowding
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 StartVllm = Callable[..., VllmProcess]
 Answers = dict[int, Answer]
 OUTAGE_S = 12.0

@@ -11,7 +11,7 @@ import pytest
 from vllm_pool import FEWEST_LOADED
 from vllm_process import PYTHON_VARIABLE, QUIET
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 _ROOT = Path(__file__).parents[2]
 _OPTIONS = "--dtype float32 --enforce-eager --max-model-len 4096 --max-num-seqs 4 --kv-cache-memory-bytes 67108864"
 

@@ -18,7 +18,7 @@ from kv_path import KvLab
 
 NUM_BLOCKS, NUM_LAYERS = 9, 30
 REASON = missing()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 @pytest.fixture(scope="module")
