@@ -28,11 +28,12 @@ class EnginePeer:
         kind: str = "plain",
         env: dict[str, str] | None = None,
     ) -> None:
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, __file__, host, metadata, str(nbytes), kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(_ROOT)} | (env or {}),
+            env=os.environ | {"PYTHONPATH": path} | (env or {}),
             text=True,
         )
         self.memory, port = self._receive()
