@@ -16,6 +16,7 @@ from store_pool import MIB, wait_until
 from moonpool.base.errors import StaleGeneration
 from moonpool.store import Store
 from moonpool.store.client import ahead
+from moonpool.store.messages.values import MAX_AHEAD_NBYTES
 from moonpool.transfer.transports.mapped import MappedWriter
 
 
@@ -100,12 +101,13 @@ def test_a_large_put_is_one_call_in_mapped_memory_and_asks_first_elsewhere(
         assert {key: reader.get(key) for key in values} == values
 
 
-@pytest.mark.parametrize("has_thread", [True, False], ids=["a thread adds up", "no thread is free"])
-def test_large_puts_are_checksummed_while_they_are_copied(
-    pool: FacadePool, monkeypatch: pytest.MonkeyPatch, has_thread: bool
+@pytest.mark.parametrize("has_thread", [True, False], ids=["a thread helps", "no thread is free"])
+@pytest.mark.parametrize("nbytes", [3 * MIB // 2 + 1, 5 * MIB + 1], ids=["space ahead", "in the ordinary way"])
+def test_two_threads_copy_and_checksum_a_large_object(
+    pool: FacadePool, monkeypatch: pytest.MonkeyPatch, nbytes: int, has_thread: bool
 ) -> None:
     writer, reader, rng = pool.store(shm=True), pool.store(), random.Random(3)
-    values = {f"k{number}": rng.randbytes(3 * MIB // 2 + 1) for number in range(6)}
+    values = {f"k{number}": rng.randbytes(nbytes) for number in range(6)}
     asked, threads = Calls(writer, monkeypatch), []
     engine = writer._puts._tools.engine
     original = engine.call_on_thread
@@ -117,7 +119,10 @@ def test_large_puts_are_checksummed_while_they_are_copied(
     monkeypatch.setattr(engine, "call_on_thread", call_on_thread)
     for key, value in values.items():
         assert writer.put(key, value)
-    assert asked.kinds["PutAt"] == len(threads) == 5
+    if nbytes > MAX_AHEAD_NBYTES:
+        assert asked.kinds["PutStart"] == len(threads) == 6
+    else:  # after the first one, which asked first
+        assert asked.kinds["PutAt"] == len(threads) == 5
     assert {key: reader.get(key) for key in values} == values
     for act in threads:
         act()  # too late: it does nothing

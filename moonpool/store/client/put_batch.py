@@ -28,8 +28,10 @@ from moonpool.store.client.small_put import SmallPuts
 from moonpool.store.client.transfer_window import (
     BUNDLE_ITEMS,
     BUNDLE_NBYTES,
+    MIN_PARALLEL_NBYTES,
     FinishedBundle,
     TransferWindow,
+    copy_shared,
     for_each,
 )
 from moonpool.store.messages import GRANULE_NBYTES, Placement
@@ -148,7 +150,7 @@ class _BundleWriter:
         self._bundles: dict[str, _RemoteBundle] = {}  # by segment: not submitted yet
         self._bundle_nbytes = _FIRST_BUNDLE_NBYTES
         self._num_started = 0  # remote bundles
-        self._is_alone = False  # there is one put, with one replica: a thread of the engine would have nothing to gain
+        self._is_alone = False  # there is one put, with one replica
         self._remotes: dict[str, RemoteSegment | MappedWriter | MoonpoolError] = {}
         self._renew_at_s = tools.clock.now_s() + tools.renew_after_s
 
@@ -245,14 +247,30 @@ class _BundleWriter:
 
     def _write_mapped(self, position: int) -> None:
         """Write all replicas of one object. Any thread may call this."""
-        views = self._views(position)
+        is_shared = self._is_alone and self._sizes[position] >= MIN_PARALLEL_NBYTES
+        views = [] if is_shared else self._views(position)
         for placement in self._granted.replicas[position]:
             remote = self._remotes[placement.segment]
             assert isinstance(remote, MappedWriter), "only objects in mapped segments come here"
             try:
-                remote.write(placement.offset, views, placement.generation)
+                if is_shared:
+                    self._write_shared(position, placement, remote)
+                else:
+                    remote.write(placement.offset, views, placement.generation)
             except REPLICA_ERRORS as error:
                 self._failed.append((position, placement, error))
+
+    def _write_shared(self, position: int, placement: Placement, remote: MappedWriter) -> None:
+        """Let another thread copy a part of the object: there is no other object for it."""
+        parts = self._pieces[position]
+        nbytes = sum([part.nbytes for part in parts])
+
+        def fill(memory: memoryview) -> memoryview:
+            views: list[memoryview] = []
+            copy_shared(self._tools.engine, memory, parts, lambda: views.extend(self._views(position)))
+            return views[0]
+
+        remote.write_head_last(placement.offset, self._sizes[position] - nbytes, nbytes, fill, placement.generation)
 
     def _write_replicas(self, position: int, window: TransferWindow[_RemoteBundle]) -> None:
         views = self._views(position)

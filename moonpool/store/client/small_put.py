@@ -1,13 +1,12 @@
 """A single small put to space that was granted ahead: write it, then tell the master, with nothing made for batches.
 
-The write is one copy on one machine, beside which another thread checksums large objects, and one round trip over tcp
-on the caller's thread. What fails before the master was told is put again in the ordinary way (put_batch.py), which
-finds out what is wrong.
+The write is one copy on one machine, which two threads share if it is large, and one round trip over tcp on the
+caller's thread. What fails before the master was told is put again in the ordinary way (put_batch.py), which finds out
+what is wrong.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from moonpool.base.checksum import crc32c
@@ -16,10 +15,10 @@ from moonpool.base.object_header import header_nbytes
 from moonpool.store.client.ahead import HeldPlace
 from moonpool.store.client.put_request import Put, object_views
 from moonpool.store.client.put_tools import REPLICA_ERRORS, PutTools
-from moonpool.transfer import TransferEngine
+from moonpool.store.client.transfer_window import copy_shared
 from moonpool.transfer.transports.mapped import MappedRemote
 
-_OVERLAPPED_NBYTES = 512 * 1024  # two threads checksum and copy larger pieces: below, waking one takes longer
+_SHARED_NBYTES = 512 * 1024  # two threads checksum and copy larger pieces: below, waking one takes longer
 
 
 class SmallPuts:
@@ -57,7 +56,7 @@ class SmallPuts:
     def _write(self, put: Put, parts: Sequence[memoryview], held: HeldPlace) -> None:
         place, generation = held.place, held.generation
         remote = self._tools.sessions.open_for_writing(place, held.session)
-        if parts and parts[0].nbytes >= _OVERLAPPED_NBYTES and isinstance(remote, MappedRemote):
+        if parts and parts[0].nbytes >= _SHARED_NBYTES and isinstance(remote, MappedRemote):
             self._write_large(put, parts, remote, place.offset, generation)
             return
         views = object_views(put, generation, parts, [crc32c(part) for part in parts])
@@ -66,38 +65,13 @@ class SmallPuts:
     def _write_large(
         self, put: Put, parts: Sequence[memoryview], remote: MappedRemote, offset: int, generation: int
     ) -> None:
-        """Copy the pieces while another thread computes their checksums. Write the header then."""
-        writer, checksums = remote.writer(self._tools.timeout_s), _ChecksumsMeanwhile(parts, self._tools.engine)
-        try:
-            writer.write_head_last(
-                offset,
-                header_nbytes(len(put.key), len(parts)),
-                lambda: object_views(put, generation, parts, checksums.get())[0],
-                parts,
-                generation,
-            )
-        finally:
-            checksums.get()  # the memory is the caller's again
+        """Copy the pieces and compute their checksums on two threads, then write the header."""
+
+        def fill(memory: memoryview) -> memoryview:
+            checksums: list[int] = []
+            copy_shared(self._tools.engine, memory, parts, lambda: checksums.extend([crc32c(part) for part in parts]))
+            return object_views(put, generation, parts, checksums)[0]
+
+        writer, nbytes = remote.writer(self._tools.timeout_s), sum([part.nbytes for part in parts])
+        writer.write_head_last(offset, header_nbytes(len(put.key), len(parts)), nbytes, fill, generation)
         writer.finish()
-
-
-class _ChecksumsMeanwhile:
-    """Checksums that a thread of the engine computes; the caller does if no thread was free."""
-
-    def __init__(self, parts: Sequence[memoryview], engine: TransferEngine) -> None:
-        self._parts = parts
-        self._known: list[int] = []
-        self._claim = threading.Lock()  # held for good by the thread that computes them
-        self._pending = engine.call_on_thread(self._compute)
-
-    def get(self) -> list[int]:
-        if not self._compute() and not self._known:
-            self._pending.wait()
-        return self._known
-
-    def _compute(self) -> bool:
-        """Return False if the other thread computes them or has."""
-        if not self._claim.acquire(blocking=False):
-            return False
-        self._known = [crc32c(part) for part in self._parts]
-        return True

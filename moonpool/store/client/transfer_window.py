@@ -4,8 +4,9 @@ TransferWindow has a few bundles of transfers under way: the caller prepares or 
 threads move others. A bundle of some MiB is one exchange with its owner, which keeps a connection busy without a pause,
 and there are two connections per peer. At most four bundles are under way, so a call of any size queues little.
 
-for_each() copies large objects on two threads. Copying and checksumming release Python's lock, so a second processor
-nearly halves the time. Small copies run on the caller's thread: waking another one would take longer.
+for_each() copies large objects on two threads, copy_shared() a single one. Copying and checksumming release Python's
+lock, so a second processor nearly halves the time. Small copies run on the caller's thread: waking another one would
+take longer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.transfer import TransferEngine
+from moonpool.transfer.memory.buffers import copy_bytes
 
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ _MAX_UNDER_WAY = 3  # bundles of one caller, while it prepares or checks another
 # Two threads copy in parallel from these sizes on.
 MIN_PARALLEL_NBYTES = 2 * 1024 * 1024  # in total
 _MIN_ITEM_NBYTES = 128 * 1024  # on average: for small items most of the time is Python's, which has one lock
+_CHUNK_NBYTES = 256 * 1024  # of an object that two threads copy
 
 
 def bundles(
@@ -122,7 +125,25 @@ def for_each(engine: TransferEngine, items: Sequence[T], nbytes: int, work: Call
     if not is_large(nbytes, len(items)):
         for item in items:
             work(item)
-        return
+    else:
+        _share_out(engine, items, work)
+
+
+def copy_shared(
+    engine: TransferEngine, memory: memoryview, parts: Sequence[memoryview], also: Callable[[], object]
+) -> None:
+    """Copy the parts to `memory`, one behind the other, and call `also`, on two threads."""
+    jobs: list[Callable[[], object]] = [also]
+    at = 0
+    for part in parts:
+        for start in range(0, part.nbytes, _CHUNK_NBYTES):
+            chunk = part[start : start + _CHUNK_NBYTES]
+            jobs.append(partial(copy_bytes, memory[at : at + chunk.nbytes], chunk))
+            at += chunk.nbytes
+    _share_out(engine, jobs, lambda job: job())
+
+
+def _share_out(engine: TransferEngine, items: Iterable[T], work: Callable[[T], object]) -> None:
     left = deque(items)
 
     def work_off() -> None:

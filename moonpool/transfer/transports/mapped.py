@@ -194,16 +194,17 @@ class MappedWriter:
         self,
         offset: int,
         head_nbytes: int,
-        head: Callable[[], memoryview],
-        views: Sequence[memoryview],
+        nbytes: int,
+        fill: Callable[[memoryview], memoryview],
         generation: int,
     ) -> None:
-        """As write() of a head and the views behind it. `head` is called when the views are copied."""
-        nbytes = head_nbytes + sum([view.nbytes for view in views])
-        self._admit(offset, nbytes, generation)
-        self._copy(offset + head_nbytes, views)
-        self._copy(offset, [head()])
-        self._confirm(offset, nbytes, generation)
+        """As write() of a head and of `nbytes` behind it. `fill` writes these to the memory that it is given, and
+        returns the head.
+        """
+        start, whole_nbytes = offset + head_nbytes, head_nbytes + nbytes
+        self._admit(offset, whole_nbytes, generation)
+        self._copy(offset, [fill(self._memory[start : start + nbytes])])
+        self._confirm(offset, whole_nbytes, generation)
 
     def _admit(self, offset: int, nbytes: int, generation: int) -> None:
         check_bounds(offset, nbytes, self._memory.nbytes)
