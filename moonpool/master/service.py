@@ -100,6 +100,7 @@ class Master:
         state = PoolState(config, epoch, journalled=config.journal)
         if config.journal:
             state.outcomes.unsynced.num_synced = lambda: journal.num_synced
+            state.outcomes.unsynced.sync_soon = journal.sync_soon
         feed = ChangeFeed(config.max_pending_event_keys, config.max_replay_event_keys, epoch << EPOCH_BITS)
         count = restore(state, replay if config.journal else iter(()), self.clock.now_s())
         if count:

@@ -20,6 +20,11 @@ class Disk:
         self.keys = pool.state.outcomes.unsynced
         self.num_synced = 1
         self.keys.num_synced = lambda: self.num_synced
+        self.num_asked = 0  # how often it was asked to sync soon
+        self.keys.sync_soon = self._ask
+
+    def _ask(self) -> None:
+        self.num_asked += 1
 
     def sync(self) -> None:
         self.num_synced = self.keys.num_entries
@@ -58,6 +63,25 @@ def test_a_batch_of_new_objects(pool: Pool, disk: Disk) -> None:
     assert {remembered_s(pool, key) for key in keys} == {0.0}
     disk.sync()
     assert {remembered_s(pool, key) for key in keys} == {10.0}
+
+
+def test_who_looks_up_what_is_not_on_the_disk_asks_for_a_sync(
+    pool: Pool, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.put(b"k")
+    disk.sync()
+    pool.put(b"other")
+    assert remembered_s(pool) == 10.0
+    assert disk.num_asked == 0
+    pool.state.lookup([b"k", b"other"], pool.now_s)
+    assert disk.num_asked == 1
+    disk.sync()
+    assert remembered_s(pool, b"other") == 10.0
+    assert disk.num_asked == 1
+    monkeypatch.setattr(unsynced, "_MAX_KEYS", 0)  # so all keys count as not on disk
+    pool.put(b"third")
+    assert remembered_s(pool) == 0.0
+    assert disk.num_asked == 2
 
 
 def test_a_new_value_is_remembered_when_the_disk_has_it(pool: Pool, disk: Disk) -> None:
@@ -148,6 +172,20 @@ def test_the_journal_counts_what_is_on_disk(tmp_path: Path) -> None:
     journal.sync()
     journal.sync()
     assert journal.num_synced == 4
+    journal.close()
+
+
+def test_the_journal_is_synced_soon_when_a_reader_asks(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, sync_s=3600.0)
+    for number in range(3):
+        journal.append(b"one")
+        journal.sync_soon()
+        while journal.num_synced < number + 2:  # the test's own time limit ends it otherwise
+            journal._thread.join(0.01)
+    journal._lost(OSError(5, "Input/output error"))
+    journal.append(b"two")
+    journal.sync_soon()
+    assert not journal._is_urgent.is_set(), "after a loss a sync proves nothing"
     journal.close()
 
 

@@ -29,6 +29,7 @@ from moonpool.master.journal.snapshot import SnapshotWriter
 _LOG = logging.getLogger(__name__)
 MAX_UNWRITTEN_NBYTES = 1024 * 1024  # records kept in memory for a retry
 EPOCH_RETRY_S = 1.0
+_LEAST_PAUSE_S = 0.01  # between two syncs, however urgent
 _EPOCH_UNWRITTEN = "the master's epoch could not be written and was taken from the clock"
 
 
@@ -105,6 +106,7 @@ class Journal:
         self._syncing = threading.Lock()  # one sync at a time; taken before _lock
         self._dirty = threading.Event()
         self._dirty.set()  # what was found may not be on disk yet
+        self._is_urgent = threading.Event()
         self._stopping = threading.Event()
         self._report_start_errors(epoch.write_error, unopened)
         self._thread = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
@@ -145,6 +147,7 @@ class Journal:
             snapshot.leave()
         self._stopping.set()
         self._dirty.set()
+        self._is_urgent.set()
         self._thread.join()
         with contextlib.suppress(MoonpoolError):
             self.retry_unwritten()
@@ -236,6 +239,13 @@ class Journal:
                 self._synced(retired, file, nbytes)
                 self._count_synced(num_appended)
 
+    def sync_soon(self) -> None:
+        """Let the other thread sync within some milliseconds and not only after `sync_s`. Does nothing after a loss:
+        syncing proves nothing then.
+        """
+        if not self._is_urgent.is_set() and self._lost_at is None:
+            self._is_urgent.set()
+
     def _count_synced(self, num_appended: int) -> None:
         if self._lost_at is None:
             self.num_synced = num_appended
@@ -257,7 +267,10 @@ class Journal:
     def _sync_forever(self) -> None:
         while not self._stopping.is_set():
             self._dirty.wait()
-            self._stopping.wait(self._config.sync_s)
+            pause_s = min(_LEAST_PAUSE_S, self._config.sync_s)
+            self._stopping.wait(pause_s)
+            self._is_urgent.wait(self._config.sync_s - pause_s)
+            self._is_urgent.clear()
             self._sync_quietly()
 
     def _sync_quietly(self) -> None:

@@ -3,7 +3,7 @@
 A call is answered when its records are in the page cache, and the disk has them a moment later. If power fails in
 between, the next master does not know of new objects and new replicas. A reader that remembered them would find them
 after their key got another value from that master. So look-ups let no client remember an object before the record of
-its latest place is on disk.
+its latest place is on disk. They ask for a sync then, so that a later look-up may let it.
 
 The journal's entries are counted from 1, which stands for all that a master has found in the journal at its start.
 """
@@ -20,14 +20,19 @@ def _all_synced() -> int:
     return 1 << 62
 
 
+def _do_nothing() -> None:
+    return None
+
+
 class UnsyncedKeys:
     """`keys` are those whose latest place is not on disk, as of the last call of update().
 
-    `num_synced` returns how many entries are on disk; by default all are, at once.
+    `num_synced` returns how many entries are on disk; by default all are, at once. `sync_soon` asks for more of them.
     """
 
     def __init__(self) -> None:
         self.num_synced: Callable[[], int] = _all_synced
+        self.sync_soon: Callable[[], None] = _do_nothing
         self.num_entries = 1  # that were written to the journal
         self._entry_of: dict[bytes, int] = {}  # the entry that has the key's latest place
         self.keys = self._entry_of.keys()

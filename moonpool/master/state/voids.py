@@ -53,6 +53,7 @@ class Voids:
     def remember_s(self, now_s: float) -> float:
         """Return for how long a reader may remember what a look-up finds now."""
         if not self._outcomes.unsynced.update():
+            self._outcomes.unsynced.sync_soon()
             return 0.0
         if now_s >= self._looked_s + _HEARD_FOR_S:  # in between nodes are only heard again, which is later
             heard_s = [each.heard_s for each in self._segments.of_tier(Tier.DRAM) if not each.is_away]
@@ -69,7 +70,9 @@ class Voids:
         next master may not know of it.
         """
         pending, unsynced = self._pending, self._outcomes.unsynced.keys
-        if unsynced.isdisjoint(keys) and pending.keys().isdisjoint(keys):  # mostly, and much faster
+        if not unsynced.isdisjoint(keys):
+            self._outcomes.unsynced.sync_soon()
+        elif pending.keys().isdisjoint(keys):  # mostly, and much faster
             return frozenset()
         return {key for key in keys if key in unsynced or ((put := pending.get(key)) is not None and put.terms.replace)}
 
