@@ -181,11 +181,11 @@ def test_the_journal_is_synced_soon_when_a_reader_asks(tmp_path: Path) -> None:
         journal.append(b"one")
         journal.sync_soon()
         while journal.num_synced < number + 2:  # the test's own time limit ends it otherwise
-            journal._thread.join(0.01)
+            journal._sync_thread._thread.join(0.01)
     journal._lost(OSError(5, "Input/output error"))
     journal.append(b"two")
     journal.sync_soon()
-    assert not journal._is_urgent.is_set(), "after a loss a sync proves nothing"
+    assert not journal._sync_thread._is_urgent.is_set(), "after a loss a sync proves nothing"
     journal.close()
 
 
@@ -195,7 +195,7 @@ def test_what_a_master_finds_is_synced_though_nothing_is_appended(tmp_path: Path
     journal.close()
     again = open_journal(tmp_path, sync_s=0.001)
     while again.num_synced == 0:  # the test's own time limit ends it otherwise
-        again._thread.join(0.01)
+        again._sync_thread._thread.join(0.01)
     assert again.num_synced == 1
     again.close()
 

@@ -1,6 +1,7 @@
 """The master's durable storage: a folder of journals and snapshots. It does not interpret the records."""
 
-from moonpool.master.journal.journal import Journal, JournalConfig, JournalHealth, forget, snapshot_due
+from moonpool.master.journal.folder import forget
+from moonpool.master.journal.journal import Journal, JournalConfig, JournalHealth, snapshot_due
 from moonpool.master.journal.recovery import FileReport, FolderReport, describe
 from moonpool.master.journal.snapshot import SnapshotWriter
 

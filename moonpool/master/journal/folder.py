@@ -228,6 +228,25 @@ _MAX_WAIT_S = 5
 _FILE = "epoch"
 
 
+def forget(directory: Path) -> Path | None:
+    """Set snapshots and journals aside, so that the next master begins with an empty pool and a new epoch.
+
+    Return the folder where they are now, None if there were none. Raise ConfigError if the folder cannot be used or
+    another master uses it.
+    """
+    folder = JournalFolder(directory)
+    try:
+        lock = FolderLock(folder)
+        try:
+            listing = folder.listing()
+            paths = [folder.snapshot(n) for n in listing.snapshots] + [folder.journal(n) for n in listing.journals]
+            return folder.set_aside(paths) if paths else None
+        finally:
+            lock.release()
+    except OSError as error:
+        raise ConfigError(f"cannot set the journal in {directory} aside: {error}", param="data_dir") from error
+
+
 class WallClock(NamedTuple):
     """Unix time, and how to wait."""
 

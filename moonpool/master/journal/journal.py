@@ -25,11 +25,11 @@ from moonpool.master.journal.folder import Epoch, FolderLock, JournalFolder, as_
 from moonpool.master.journal.frames import END, JournalFile, pack_records
 from moonpool.master.journal.recovery import RecoveredJournal, recover, repair
 from moonpool.master.journal.snapshot import SnapshotWriter
+from moonpool.master.journal.sync_thread import SyncThread
 
 _LOG = logging.getLogger(__name__)
 MAX_UNWRITTEN_NBYTES = 1024 * 1024  # records kept in memory for a retry
 EPOCH_RETRY_S = 1.0
-_LEAST_PAUSE_S = 0.01  # between two syncs, however urgent
 _EPOCH_UNWRITTEN = "the master's epoch could not be written and was taken from the clock"
 
 
@@ -104,13 +104,9 @@ class Journal:
         self._closed = False
         self._lock = threading.RLock()  # the fields above, and the order of writes
         self._syncing = threading.Lock()  # one sync at a time; taken before _lock
-        self._dirty = threading.Event()
-        self._dirty.set()  # what was found may not be on disk yet
-        self._is_urgent = threading.Event()
-        self._stopping = threading.Event()
         self._report_start_errors(epoch.write_error, unopened)
-        self._thread = threading.Thread(target=self._sync_forever, name="journal-sync", daemon=True)
-        self._thread.start()
+        self._sync_thread = SyncThread(self._sync_quietly, config.sync_s)
+        self._sync_thread.appended()  # what was found may not be on disk yet
 
     @classmethod
     def open(
@@ -145,10 +141,7 @@ class Journal:
             snapshot = self._snapshot
         if snapshot is not None:
             snapshot.leave()
-        self._stopping.set()
-        self._dirty.set()
-        self._is_urgent.set()
-        self._thread.join()
+        self._sync_thread.close()
         with contextlib.suppress(MoonpoolError):
             self.retry_unwritten()
         self._sync_quietly()
@@ -204,8 +197,8 @@ class Journal:
             self._unwritten = b""
         if self._config.sync_s == 0:
             self.sync()
-        elif not self._dirty.is_set():
-            self._dirty.set()
+        else:
+            self._sync_thread.appended()
 
     def _keep(self, data: bytes) -> None:
         self._has_gap = len(self._unwritten) + len(data) > MAX_UNWRITTEN_NBYTES
@@ -222,7 +215,6 @@ class Journal:
                     self._names_changed,
                 )
                 num_appended = self._num_appended
-                self._dirty.clear()
                 if self._closed:
                     raise Unavailable("the journal is closed")
                 if not retired and not names_changed and file.synced_nbytes == nbytes:
@@ -240,11 +232,9 @@ class Journal:
                 self._count_synced(num_appended)
 
     def sync_soon(self) -> None:
-        """Let the other thread sync within some milliseconds and not only after `sync_s`. Does nothing after a loss:
-        syncing proves nothing then.
-        """
-        if not self._is_urgent.is_set() and self._lost_at is None:
-            self._is_urgent.set()
+        """Let the other thread sync within some milliseconds. After a loss do nothing: syncing proves nothing then."""
+        if self._lost_at is None:
+            self._sync_thread.hurry()
 
     def _count_synced(self, num_appended: int) -> None:
         if self._lost_at is None:
@@ -263,15 +253,6 @@ class Journal:
                 file.mark(nbytes)
             except OSError as error:
                 _LOG.info("no mark in journal-%d: %s", file.number, error)
-
-    def _sync_forever(self) -> None:
-        while not self._stopping.is_set():
-            self._dirty.wait()
-            pause_s = min(_LEAST_PAUSE_S, self._config.sync_s)
-            self._stopping.wait(pause_s)
-            self._is_urgent.wait(self._config.sync_s - pause_s)
-            self._is_urgent.clear()
-            self._sync_quietly()
 
     def _sync_quietly(self) -> None:
         try:
@@ -348,7 +329,7 @@ class Journal:
         self._older_nbytes += old.nbytes
         self._file, self._names_changed = fresh, True
         self._unwritten, self._has_gap = b"", False  # the snapshot contains them
-        self._dirty.set()
+        self._sync_thread.appended()
 
     def settle(self, number: int) -> int:
         """Sync journal-<number>, and return up to which offset it is on disk. The snapshot's thread calls this."""
@@ -404,21 +385,3 @@ def _file_to_append_to(folder: JournalFolder, found: RecoveredJournal) -> tuple[
         raise  # never overwrite a file
     except OSError as error:
         return JournalFile(None, path, number, nbytes), error
-
-
-def forget(directory: Path) -> Path | None:
-    """Set snapshots and journals aside, so that the next master begins with an empty pool and a new epoch.
-
-    Return the folder where they are now, None if there were none. Raise ConfigError as `Journal.open`.
-    """
-    folder = JournalFolder(directory)
-    try:
-        lock = FolderLock(folder)
-        try:
-            listing = folder.listing()
-            paths = [folder.snapshot(n) for n in listing.snapshots] + [folder.journal(n) for n in listing.journals]
-            return folder.set_aside(paths) if paths else None
-        finally:
-            lock.release()
-    except OSError as error:
-        raise ConfigError(f"cannot set the journal in {directory} aside: {error}", param="data_dir") from error
