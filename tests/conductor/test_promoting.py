@@ -15,7 +15,7 @@ from moonpool.base.keys import chain_keys, object_key
 from moonpool.base.rpc import AsyncClient
 from moonpool.conductor.messages import Decision, PrefillEnded, Route, Status
 from moonpool.conductor.placement.policy import PolicyConfig
-from moonpool.conductor.placement.prefix_index import PrefixIndex
+from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
 from moonpool.conductor.request_queue import RequestQueue
 from moonpool.conductor.service import Conductor, ConductorConfig
 from moonpool.conductor.state import ConductorState
@@ -111,8 +111,14 @@ async def test_with_a_real_pool_the_blocks_are_in_memory_when_the_turn_comes(poo
             found = store.lookup([object_key(key) for key in KEYS], reads=False)
             return sum(info is not None and info.replicas[0].segment == "n0.dram" for info in found)
 
+        def is_known() -> bool:
+            state = conductor._state
+            return not state.index.leading(fingerprints(KEYS), state.prefills.mask).on_ssd
+
         async with asyncio.timeout(30):
             while await asyncio.to_thread(in_memory) < NUM_BLOCKS:  # noqa: ASYNC110 - the node copies in its own time
+                await asyncio.sleep(0.01)
+            while not is_known():  # noqa: ASYNC110 - the pool's events come a moment later
                 await asyncio.sleep(0.01)
         assert not waiting.done()
         await client.call(PrefillEnded(request_id="first"))
