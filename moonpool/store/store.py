@@ -100,7 +100,8 @@ class Store(TensorCalls, RemovalCalls):
 
     def _connect(self, engine: TransferEngine, clock: Clock) -> None:
         """Make the parts that move bytes and ask the master. None of them connects before its first use."""
-        config, counters = self._config, ClientCounters()
+        config = self._config
+        self._counters = counters = ClientCounters()
         self.master = master = MasterClient(
             self._address,
             name=config.name,
@@ -117,7 +118,6 @@ class Store(TensorCalls, RemovalCalls):
         )
         # Views use another session than puts, because it may be retired (client/views.py).
         self._view_sessions = SessionClient(directory, name=config.name, timeout_s=config.connect_timeout_s)
-        self._counters = counters
         put_tools = PutTools(
             engine=engine,
             sessions=self._sessions,
@@ -134,9 +134,8 @@ class Store(TensorCalls, RemovalCalls):
             read_timeout_s=read_timeout_s,
             report_corrupt=lambda info, place: report_corrupt(master, info, place),
         )
-        self._reads = ClientReads(master, read_tools)
-        if self._cache is not None:
-            self._reads = CachedReads(master, read_tools, self._cache)
+        cache = self._cache
+        self._reads = ClientReads(master, read_tools) if cache is None else CachedReads(master, read_tools, cache)
         self.get_remembered, self.read_into = self._reads.read_remembered, self._reads.read  # keys, views of bytes
         self._views = ClientViews(
             master,

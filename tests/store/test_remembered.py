@@ -132,6 +132,25 @@ def test_memory_of_this_machine_answers_whether_a_known_object_exists(
     assert not reader.exist("k")
 
 
+def test_an_exist_asks_for_no_place_that_is_remembered(pool: FacadePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = pool.store(), pool.store(shm=False)
+    writer.put_many({b"1": b"v", b"2": b"v", b"3": b"v"})
+    assert reader.exist_many([b"1", b"2"]) == [True, True]
+    asked = Calls(reader, monkeypatch)
+    assert reader.exist(b"1")
+    assert reader.exist_many([b"2", b"1"]) == [True, True]
+    assert asked.kinds == ["Exist"] * 2
+    assert reader.exist_many([b"1", b"3"]) == [True, True]
+    assert asked.kinds[2:] == ["Locate"]
+    writer.remove(b"1", force=True)
+    assert reader.exist_many([b"1", b"2"]) == [False, True]
+    remembered = reader._reads.remembered
+    now_s = remembered.now_s
+    monkeypatch.setattr(remembered, "now_s", lambda: now_s() + 6.0)
+    assert reader.exist(b"2")
+    assert asked.kinds[3:] == ["Exist", "Locate"], "less than half of its lease was left"
+
+
 def test_uses_are_reported_and_lease_the_objects_again(
     pool: FacadePool, reader: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,9 @@
 """Whether objects exist, and where: callers mostly ask for a batch of keys first and then read them in that order.
 
-An exist of a few keys brings the places along. One of many keys does not, because it would take several times as long;
-its keys are kept instead, and the first read of one of them brings the places of its neighbours along. So a caller that
-asks for a thousand keys and reads them one by one asks the master once for every LOCATED_KEYS of them.
+An exist of a few keys brings the places along, unless all are remembered. One of many keys does not, because it would
+take several times as long; its keys are kept instead, and the first read of one of them brings the places of its
+neighbours along. So a caller that asks for a thousand keys and reads them one by one asks the master once for every
+LOCATED_KEYS of them.
 
 A single key whose place is remembered in mapped memory is answered from there, without a message.
 """
@@ -47,8 +48,9 @@ class ExistCalls:
             return [True]
         without, remembered = self._directory.unreadable.listed, self._remembered
         if not without and len(keys) <= LOCATED_KEYS and remembered.max_objects:
-            return [info is not None for info in self._locate(keys)]
-        if len(keys) <= remembered.max_objects:
+            if not self._are_known(keys):
+                return [info is not None for info in self._locate(keys)]
+        elif len(keys) <= remembered.max_objects:
             self._asked = _AskedKeys(keys, remembered.now_s(), {})
         return self._master.call(m.Exist(keys=keys, without=without))
 
@@ -57,9 +59,8 @@ class ExistCalls:
         its lease is left. Sends no message; the checks are those of a get that sends none (small_read.py).
         """
         remembered = self._remembered
-        now_s = remembered.now_s()
-        info = remembered.find_one(key, now_s)
-        if info is None or remembered.find_one(key, now_s + info.remember_s / 2) is None:
+        info = self._known(key, remembered.now_s())
+        if info is None:
             return False
         place = info.replicas[0]
         try:
@@ -75,7 +76,20 @@ class ExistCalls:
                 is_there = may_be_remembered(memory, place.offset, header)
         except MoonpoolError:  # the master knows more
             return False
+        if not is_there:
+            remembered.forget(key)
         return is_there and remembered.is_valid(info, remembered.now_s())
+
+    def _known(self, key: bytes, now_s: float) -> m.ObjectInfo | None:
+        """Return what is remembered of the object, if half of its lease is left."""
+        info = self._remembered.find_one(key, now_s)
+        if info is None or self._remembered.find_one(key, now_s + info.remember_s / 2) is None:
+            return None
+        return info
+
+    def _are_known(self, keys: list[bytes]) -> bool:
+        now_s = self._remembered.now_s()
+        return all([self._known(key, now_s) is not None for key in keys])  # noqa: C419 - quicker
 
     def bring_places(self, key: bytes) -> bool:
         """Remember the places of this key and of its neighbours in the last exist of many keys. Return False, and send
