@@ -8,6 +8,7 @@ import pytest
 from state_pool import Pool
 
 from moonpool.master.journal.journal import Journal, JournalConfig
+from moonpool.master.journal.sync_thread import least_pause_s
 from moonpool.master.state import unsynced
 from moonpool.master.state.unsynced import UnsyncedKeys
 from moonpool.store.messages import PutOptions
@@ -187,6 +188,14 @@ def test_the_journal_is_synced_soon_when_a_reader_asks(tmp_path: Path) -> None:
     journal.sync_soon()
     assert not journal._sync_thread._is_urgent.is_set(), "after a loss a sync proves nothing"
     journal.close()
+
+
+@pytest.mark.parametrize(
+    ("took_s", "sync_s", "pause_s"),
+    [(0.0, 0.1, 0.01), (0.001, 0.1, 0.01), (0.02, 0.1, 0.08), (3.0, 0.1, 0.1), (1.0, 0, 0)],
+)
+def test_a_slow_disk_is_not_hurried(took_s: float, sync_s: float, pause_s: float) -> None:
+    assert least_pause_s(took_s, sync_s) == pytest.approx(pause_s)
 
 
 def test_what_a_master_finds_is_synced_though_nothing_is_appended(tmp_path: Path) -> None:
