@@ -222,12 +222,6 @@ def as_moonpool_error(error: OSError, what: str) -> MoonpoolError:
     return NoSpace(sentence) if error.errno in _FULL else Unavailable(sentence)
 
 
-EPOCH_BITS = 32
-CLOCK_STARTS_S = 1_577_836_800  # 2020-01-01 UTC, as Unix time
-_MAX_WAIT_S = 5
-_FILE = "epoch"
-
-
 def forget(directory: Path) -> Path | None:
     """Set snapshots and journals aside, so that the next master begins with an empty pool and a new epoch.
 
@@ -245,6 +239,12 @@ def forget(directory: Path) -> Path | None:
             lock.release()
     except OSError as error:
         raise ConfigError(f"cannot set the journal in {directory} aside: {error}", param="data_dir") from error
+
+
+EPOCH_BITS = 32
+CLOCK_STARTS_S = 1_577_836_800  # 2020-01-01 UTC, as Unix time
+_MAX_WAIT_S = 5
+_FILE = "epoch"
 
 
 class WallClock(NamedTuple):
