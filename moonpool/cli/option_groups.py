@@ -20,7 +20,8 @@ _GROUPS = {
     "topology_file",
     "Computing": "block_tokens max_batch_tokens max_num_seqs threads calibrate_s report_interval_s",
     "Requests": "policy ttft_slo_s tbt_slo_s admission request_timeout_s max_attempts worker_wait_s max_body "
-    "max_connections prompt_process num_records max_pool_blocks pull_timeout_s pull_grace_s pool_timeout_s pool_rest_s",
+    "max_connections prompt_process num_records max_pool_blocks pull_timeout_s pull_grace_s pool_silence_s "
+    "pool_timeout_s pool_rest_s",
     "Access": "tenants_file secret_file tls_cert_file tls_key_file tls_ca_file tour tour_dir",
     "Eviction and replicas": "eviction high_watermark low_watermark ssd_high_watermark promote_after_hits "
     "read_ahead_blocks hot_hits hot_window_s hot_max_replicas hot_max_part offloads_in_flight",

@@ -21,6 +21,7 @@ from typing import Any, Literal, Unpack, cast
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Refused
 from moonpool.base.metrics import GetMetrics, MetricFamily
+from moonpool.base.rpc.breaker import BreakerLimits
 from moonpool.store import messages as m
 from moonpool.store.client.cache import CachedReads, ObjectCache
 from moonpool.store.client.config import ClientConfig, credentials, find_master
@@ -108,6 +109,7 @@ class Store(TensorCalls, RemovalCalls):
             connect_timeout_s=config.connect_timeout_s,
             timeout_s=config.rpc_timeout_s,
             retry_s=config.retry_s,
+            limits=BreakerLimits(silence_s=config.silence_s),
         )
         read_timeout_s = min(config.read_timeout_s, config.transfer_timeout_s)
         self.directory = directory = SegmentDirectory(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moonpool.base.rpc.breaker import BreakerLimits
 from moonpool.engine.config import Device, DType, EngineConfig, KvDType, ModelConfig, gpu_index
 from moonpool.engine.device_memory import DeviceNeed
 from moonpool.transfer.config import TransferConfig, WireConfig
@@ -54,6 +55,8 @@ class WorkerConfig(WireConfig):
     pull_timeout_s: float = 10.0
     # abandon a pull that takes longer than this and longer than twice the time computing would take
     pull_grace_s: float = 1.0
+    # a pool's master that sends nothing for this long during a call counts as away: its blocks are computed meanwhile
+    pool_silence_s: float = BreakerLimits.silence_s
     pool_timeout_s: float = 2.0  # seconds to wait for one reply of the pool's master
     pool_rest_s: float = 10.0  # seconds without the pool after it did not reply
 

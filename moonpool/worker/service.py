@@ -225,6 +225,7 @@ class Worker:
         limits = ClientConfig(
             name=config.name,
             rpc_timeout_s=config.pool_timeout_s,
+            silence_s=config.pool_silence_s,
             retry_s=0.0,  # a pool that is away is a miss: do not wait for it
             transfer_timeout_s=config.pool_timeout_s,
             uses_gpu=config.gpu is not None,

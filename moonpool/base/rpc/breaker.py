@@ -30,7 +30,7 @@ _JOIN_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.05  # whether the waiting caller was closed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BreakerLimits:
     """The longest wait measured for an answer of a busy master is 58 ms."""
 

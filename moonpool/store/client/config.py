@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.base.errors import ConfigError
+from moonpool.base.rpc.breaker import BreakerLimits
 from moonpool.base.run_dirs import MASTER, live_run_dirs, socket_address
 
 MASTER_VARIABLE = "MOONPOOL_MASTER"
@@ -23,6 +24,8 @@ class ClientConfig:
     name: str = ""  # of this client in the master's log
     connect_timeout_s: float = 2.0  # to reach the master
     rpc_timeout_s: float = 10.0  # of one call to the master
+    # a master that sends nothing for this long during a call counts as away: all calls fail at once until it answers
+    silence_s: float = BreakerLimits.silence_s
     retry_s: float = 0.0  # how long calls retry while the master cannot be reached; 0: they fail at once
     transfer_timeout_s: float = 10.0  # of one transfer, per replica: the longest that reads and writes take
     # of one read of a node's memory, with 1 s more for each 8 MiB: then the next replica is read, or it is a miss

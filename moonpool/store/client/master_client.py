@@ -33,9 +33,16 @@ class MasterClient:
     """
 
     def __init__(
-        self, address: str, *, name: str, connect_timeout_s: float, timeout_s: float, retry_s: float = 0.0
+        self,
+        address: str,
+        *,
+        name: str,
+        connect_timeout_s: float,
+        timeout_s: float,
+        retry_s: float = 0.0,
+        limits: BreakerLimits | None = None,
     ) -> None:
-        limits = BreakerLimits()
+        limits = limits or BreakerLimits()
         self._breaker = ProbedBreaker(address, self._ping, limits)
         self._rpc = BlockingClient(
             address,
