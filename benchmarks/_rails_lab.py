@@ -5,6 +5,8 @@
         with lab.silent(1):                       # packets vanish; nobody is told
             ...
 
+`with lab.moving("read"):` moves bytes until the block ends; lab.carried() tells meanwhile what each rail has carried.
+
 RailsLab([1000, 1000], preferred=1) has an owner whose topology says that rail 1 serves its memory and rail 0 stands in;
 the paths in its samples are then in this order.
 
@@ -15,6 +17,7 @@ The owner of a segment runs in one namespace, its reader and writer in the other
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -26,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -36,6 +40,7 @@ import numpy as np
 from moonpool.base.checksum import crc32c
 from moonpool.transfer import (
     Batch,
+    MultiPathRemote,
     RemoteSegment,
     SegmentDescriptor,
     TransferConfig,
@@ -43,13 +48,14 @@ from moonpool.transfer import (
     TransferOp,
     TransferRequest,
 )
+from moonpool.transfer.paths.path_load import PathState, PlanConfig
 from moonpool.transfer.paths.peer_paths import PathReport
 
 SEGMENT_NBYTES = 64 << 20
 _GRANULE_NBYTES = 64 << 10
 _REQUEST_NBYTES = 16 << 20
 _SAMPLE_S = 0.01
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 120.0
 _numbers = itertools.count()
 
 
@@ -99,6 +105,12 @@ class Result(NamedTuple):
             if sum(sample.done_nbytes) != sum(last.done_nbytes):
                 last = sample
         return longest_s
+
+    @property
+    def carried_nbytes(self) -> list[int]:
+        """Bytes acknowledged on each rail while batches were under way; empty when there is only one."""
+        first, last = self.samples[0].done_nbytes, self.samples[-1].done_nbytes
+        return [end - begin for begin, end in zip(first, last, strict=True)]
 
     def first_use_s(self, rail: int, after_s: float) -> float | None:
         """When the rail carried bytes for the first time after that moment."""
@@ -163,7 +175,9 @@ class RailsLab:
         self._undo.close()
 
     def transfer(self, **command: object) -> Result:
-        """`op` read or write; `nbytes` or `seconds` of it; `only` one rail (all when it is missing)."""
+        """`op` read or write; `nbytes` or `seconds` of it; `only` one rail (all when it is missing); a rail that says
+        nothing for `silence_s` has failed (by default as in the product).
+        """
         self.start(**command)
         return self.finish()
 
@@ -181,6 +195,29 @@ class RailsLab:
             self.owner.send()
             correct = self.owner.receive() == result["checksum"]
         return Result(result["nbytes"], result["seconds"], samples, correct)
+
+    @contextlib.contextmanager
+    def moving(self, op: str, *, batch_nbytes: int = SEGMENT_NBYTES, **command: object) -> Iterator[None]:
+        """Bytes move, in batches, until the block ends without an error. Then raise AssertionError if one is wrong."""
+        self.start(op=op, batch_nbytes=batch_nbytes, until_told=True, **command)
+        try:
+            yield
+        finally:
+            self.client.send(told="stop")
+            result = self.finish()
+        assert result.correct, f"{op}: wrong bytes"
+
+    def carried(self) -> list[int]:
+        """Bytes acknowledged on each rail since moving() began."""
+        return [nbytes for nbytes, _ in self._look()]
+
+    def has_failed(self, rail: int) -> bool:
+        """Whether the client takes the rail for failed, while moving()."""
+        return self._look()[rail][1]
+
+    def _look(self) -> list[tuple[int, bool]]:
+        self.client.send(told="look")
+        return [(nbytes, has_failed) for nbytes, has_failed in self.client.receive()]
 
     @contextlib.contextmanager
     def unplugged(self, rail: int) -> Iterator[None]:
@@ -293,7 +330,7 @@ def _run(*command: str) -> None:
 
 def listener_main(run_dir: str) -> None:
     with TransferEngine(TransferConfig(run_dir=run_dir, shm=False, tcp_host="auto")) as engine:
-        print(json.dumps(engine.addresses), flush=True)
+        say(engine.addresses)
         sys.stdin.read()
 
 
@@ -313,13 +350,42 @@ def own(config: TransferConfig) -> None:
         segment.memory[:] = np.random.default_rng(1).bytes(SEGMENT_NBYTES)
         print(msgspec.json.encode(descriptor).decode(), flush=True)
         for _ in sys.stdin:
-            print(crc32c(segment.memory), flush=True)
+            say(crc32c(segment.memory))
 
 
 def client_main(run_dir: str, descriptor_json: str) -> None:
     client = _Client(run_dir, msgspec.json.decode(descriptor_json, type=SegmentDescriptor))
     for line in sys.stdin:
         client.obey(**json.loads(line))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ClientConfig(TransferConfig):
+    """With a limit of one's own for the silence of a rail: a host that stalls makes all rails silent for a while."""
+
+    silence_s: float
+
+    @property
+    def plan(self) -> PlanConfig:
+        return dataclasses.replace(super().plan, slice_timeout_s=self.silence_s)
+
+
+def say(answer: object) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def _answer_until_stop(remote: RemoteSegment, moving: Future[bool]) -> None:
+    """Answers what is asked about the rails. Raises what has ended the transfer."""
+    for line in sys.stdin:
+        if json.loads(line)["told"] == "stop":
+            return
+        if moving.done():
+            moving.result()
+        say([(path.done_nbytes, path.state is not PathState.UP) for path in reports(remote)])
+
+
+def reports(remote: RemoteSegment) -> Sequence[PathReport]:
+    return remote.report() if isinstance(remote, MultiPathRemote) else []
 
 
 class _Client:
@@ -331,44 +397,64 @@ class _Client:
         self._generations = itertools.count(1)
         self._right = np.frombuffer(bytearray(np.random.default_rng(1).bytes(SEGMENT_NBYTES)), np.uint8)
         self._buffer = np.zeros_like(self._right)
+        self._moved, self._busy_s = 0, 0.0  # of the command under way
 
-    def obey(self, op: str, nbytes: int = 0, seconds: float = 0.0, only: int | None = None) -> None:
-        descriptor = self._descriptor
-        if only is not None:
-            rails = (*descriptor.endpoints, *descriptor.secondary)
-            descriptor = msgspec.structs.replace(descriptor, endpoints=(rails[only],), secondary=())
-        with TransferEngine(TransferConfig(run_dir=self._run_dir, shm=False, tcp_host=None)) as engine:
-            remote = engine.open(descriptor)
+    def obey(
+        self,
+        op: str,
+        nbytes: int = 0,
+        seconds: float = 0.0,
+        only: int | None = None,
+        batch_nbytes: int = SEGMENT_NBYTES,
+        silence_s: float = PlanConfig.slice_timeout_s,
+        until_told: bool = False,
+    ) -> None:
+        config = _ClientConfig(run_dir=self._run_dir, shm=False, tcp_host=None, silence_s=silence_s)
+        with TransferEngine(config) as engine:
+            remote = engine.open(self._through(only))
             remote.read_into(0, [self._buffer[: 8 << 20]], timeout_s=_TIMEOUT_S)  # speeds of connections that exist
-            print(json.dumps("started"), flush=True)
-            with _Sampler(remote) as sampler:
-                moved, busy_s, correct = self._transfer(engine, remote, TransferOp(op), nbytes, seconds, sampler)
-        result = {"nbytes": moved, "seconds": busy_s, "correct": correct, "samples": sampler.samples}
-        print(json.dumps({**result, "checksum": crc32c(self._right)}), flush=True)
+            say("started")
+            with _Sampler(remote) as sampler, ThreadPoolExecutor(1) as thread:
+                stop = threading.Event()
+                is_over = stop.is_set if until_told else lambda: self._moved >= nbytes and self._busy_s >= seconds
+                size = min(batch_nbytes, nbytes or batch_nbytes)
+                moving = thread.submit(self._transfer, engine, remote, TransferOp(op), size, is_over, sampler)
+                if until_told:
+                    _answer_until_stop(remote, moving)
+                    stop.set()
+                correct = moving.result()
+        say({"nbytes": self._moved, "seconds": self._busy_s, "correct": correct, "samples": sampler.samples,
+             "checksum": crc32c(self._right.data)})  # fmt: skip
+
+    def _through(self, only: int | None) -> SegmentDescriptor:
+        """The segment, by all rails or by one."""
+        if only is None:
+            return self._descriptor
+        rails = (*self._descriptor.endpoints, *self._descriptor.secondary)
+        return msgspec.structs.replace(self._descriptor, endpoints=(rails[only],), secondary=())
 
     def _transfer(
         self,
         engine: TransferEngine,
         remote: RemoteSegment,
         op: TransferOp,
-        nbytes: int,
-        seconds: float,
+        size: int,
+        is_over: Callable[[], bool],
         sampler: _Sampler,
-    ) -> tuple[int, float, bool]:
-        """The segment over and over, until `nbytes` and `seconds` are reached. Each write inverts what was there."""
-        moved, busy_s, correct = 0, 0.0, True
-        while moved < nbytes or busy_s < seconds:
-            size = min(nbytes - moved, SEGMENT_NBYTES) if not seconds else SEGMENT_NBYTES
+    ) -> bool:
+        """The beginning of the segment over and over; each write inverts what was there. Whether all was right."""
+        self._moved, self._busy_s, correct = 0, 0.0, True
+        while not is_over():
             self._buffer[:size] = ~self._right[:size] if op is TransferOp.WRITE else 0
             started_s = time.monotonic()
             with sampler.batch():
                 self._submit(engine, remote, op, size).wait()
-            busy_s += time.monotonic() - started_s
-            moved += size
+            self._busy_s += time.monotonic() - started_s
+            self._moved += size
             if op is TransferOp.WRITE:
                 self._right[:size] = self._buffer[:size]
             correct = correct and bool((self._buffer[:size] == self._right[:size]).all())
-        return moved, busy_s, correct
+        return correct
 
     def _submit(self, engine: TransferEngine, remote: RemoteSegment, op: TransferOp, nbytes: int) -> Batch:
         generation = next(self._generations)
@@ -383,7 +469,7 @@ class _Sampler:
     """Writes down, again and again while a batch is under way, what each rail has done."""
 
     def __init__(self, remote: RemoteSegment) -> None:
-        self._report: Callable[[], Sequence[PathReport]] = getattr(remote, "report", list)  # a single path has none
+        self._remote = remote
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._lock = threading.Lock()
@@ -417,11 +503,16 @@ class _Sampler:
                     self._sample()
 
     def _sample(self) -> None:
-        done_nbytes = [path.done_nbytes for path in self._report()]
+        done_nbytes = [path.done_nbytes for path in reports(self._remote)]
         self.samples.append(Sample(time.monotonic(), done_nbytes, self._batch))
 
 
 if __name__ == "__main__":
     Path(sys.argv[2]).mkdir(exist_ok=True)
-    roles = {"owner": owner_main, "placed_owner": placed_owner_main, "client": client_main, "listener": listener_main}
+    roles: dict[str, Callable[..., None]] = {
+        "owner": owner_main,
+        "placed_owner": placed_owner_main,
+        "client": client_main,
+        "listener": listener_main,
+    }
     roles[sys.argv[1]](*sys.argv[2:])

@@ -118,7 +118,7 @@ class DecodeSide:
         self._reservations.open(call.request_id, call.epoch, call.generation, id(peer))
 
     async def _abort(self, call: AbortHandoff, peer: object) -> None:
-        self._reservations.abort(call.request_id, call.epoch, call.generation)
+        self._reservations.abort(call.request_id, call.epoch, call.generation, id(peer))
 
     async def _commit(self, call: CommitHandoff, peer: object) -> None:
         incoming = self._reservations.begin_commit(call.request_id, call.epoch, call.generation)

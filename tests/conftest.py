@@ -1,12 +1,48 @@
-"""For all tests: a property holds however busy the machine is, so no example of it has a deadline; and what a test
-mounts ends with the test process."""
+"""For all tests: hypothesis' profiles, what a test mounts ends with the test process, and which tests share a process.
 
-from hypothesis import settings
+A property holds however busy the machine is, so no example of it has a deadline. Profile `ci` tries the same examples
+each time; HYPOTHESIS_PROFILE=soak tries new and more ones.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
 from small_disk import own_mounts
 
-settings.register_profile("moonpool", deadline=None)
-settings.load_profile("moonpool")
+_SLOW = [HealthCheck.too_slow]
+settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, suppress_health_check=_SLOW)
+settings.register_profile("soak", deadline=None, max_examples=1000, suppress_health_check=_SLOW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+_SHARED_SERVICES = ("two_each", "one_each", "smollm2")  # tests/e2e/conftest.py
+_BY_FILE = ("e2e", "faults", "bench")  # their files start services and clusters that all tests of the file use
 
 
 def pytest_configure() -> None:
     own_mounts()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a service run in one process, the long ones first. All other tests run anywhere."""
+    groups = {item.nodeid: _group_of(item) for item in items}
+    for item in items:
+        if groups[item.nodeid]:
+            item.add_marker(pytest.mark.xdist_group(groups[item.nodeid]))
+    items.sort(key=lambda item: _turn(groups[item.nodeid]))
+
+
+def _group_of(item: pytest.Item) -> str:
+    """Return the name of the tests that run in one process with this one; "" for none."""
+    names = getattr(item, "fixturenames", ())
+    for shared in _SHARED_SERVICES:
+        if shared in names:
+            return shared
+    return item.path.name if item.path.parent.name in _BY_FILE else ""
+
+
+def _turn(group: str) -> tuple[int, str]:
+    first = len(_SHARED_SERVICES)
+    return (_SHARED_SERVICES.index(group) if group in _SHARED_SERVICES else first + (not group), group)

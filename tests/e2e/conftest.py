@@ -1,4 +1,5 @@
-"""Services that several tests share; each file says which shape it needs."""
+"""Services that several tests share; each file says which shape it needs. A service stops after the last test that
+uses it."""
 
 from __future__ import annotations
 
@@ -6,17 +7,42 @@ from collections.abc import Iterator
 
 import pytest
 from e2e_service import Service, running
+from random_model import small_model
+
+# Every block that the pool has is taken from it, whatever was measured, so that what is reused can be told exactly.
+TAKE_ALL = ("--policy", "paper")
+_running: dict[str, Service] = {}
+
+
+def _shared(name: str, factory: pytest.TempPathFactory, *options: str) -> Iterator[Service]:
+    with running(factory.mktemp(name), *options) as service:
+        _running[name] = service
+        yield service
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    still_needed = getattr(nextitem, "fixturenames", ())
+    for name in _running.keys() - set(still_needed):
+        _running.pop(name).stop()
 
 
 @pytest.fixture(scope="session")
 def one_each(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One prefill, one decode worker."""
-    with running(tmp_path_factory.mktemp("one_each")) as service:
-        yield service
+    """One prefill, one decode worker, with the small model."""
+    model = small_model(tmp_path_factory.mktemp("model") / "small")
+    yield from _shared("one_each", tmp_path_factory, "--model", str(model), "--random-weights", *TAKE_ALL)
 
 
 @pytest.fixture(scope="session")
 def two_each(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two prefill, two decode workers, and the tour of the live page."""
-    with running(tmp_path_factory.mktemp("two_each"), "--prefill", "2", "--decode", "2", "--tour") as service:
-        yield service
+    """Two prefill, two decode workers with the small model, and the tour of the live page."""
+    model = small_model(tmp_path_factory.mktemp("model") / "small")
+    options = ("--model", str(model), "--random-weights", "--prefill", "2", "--decode", "2", "--tour", "--dram", "256MB")
+    yield from _shared("two_each", tmp_path_factory, *options, *TAKE_ALL)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One prefill, one decode worker, with the default model."""
+    yield from _shared("smollm2", tmp_path_factory, "--kv", "512MB", "--dram", "512MB", *TAKE_ALL)

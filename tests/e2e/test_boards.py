@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from e2e_service import Service, running, wait_until
+from e2e_service import Service, running
 from programs import find_program
 from prometheus_server import JOB, Prometheus, running_prometheus
 from random_model import small_model, token_prompt
+from waiting import HANG_S, wait_until
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "grafana"
 DESCRIPTION = tomllib.loads((FOLDER / "boards.toml").read_text())
@@ -58,13 +59,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         server = running_prometheus(folder, targets, interval_s=1, rules=FOLDER / "alerts.yml", program=program)
         prometheus = stack.enter_context(server)
         # Prometheus must see the counters at 0 first: it shows increases only.
-        wait_until(lambda: value(prometheus, "count(moonpool_missing_roles)") == 3, 60, "all front ends are read")
-        wait_until(lambda: value(prometheus, "count(moonpool_node_sessions)") == 2, 60, "all nodes have reported")
+        wait_until(lambda: value(prometheus, "count(moonpool_missing_roles)") == 3, "all front ends are read")
+        wait_until(lambda: value(prometheus, "count(moonpool_node_sessions)") == 2, "all nodes have reported")
         for _ in range(2):
             ask_all(service.url, range(NUM_PROMPTS))
             ask_all(other, range(NUM_PROMPTS, NUM_PROMPTS + NUM_AT_OWN_PORT))
         num_requests = 2 * (NUM_PROMPTS + NUM_AT_OWN_PORT)
-        wait_until(lambda: value(prometheus, DONE) == num_requests, 60, f"{num_requests} requests are counted")
+        wait_until(lambda: value(prometheus, DONE) == num_requests, f"{num_requests} requests are counted")
         yield Watched(service, other, prometheus, num_requests)
 
 
@@ -89,7 +90,7 @@ def front_end(service: Service, folder: Path, model: Path) -> Iterator[str]:
             yield json.loads(lines.readline())["ready"]
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(HANG_S)
 
 
 def ask_all(url: str, numbers: range) -> None:
@@ -99,7 +100,7 @@ def ask_all(url: str, numbers: range) -> None:
 
     def ask(number: int) -> None:
         body = {**common, "prompt": token_prompt(PROMPT_TOKENS, seed=number)}
-        reply = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=120)
+        reply = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=HANG_S)
         assert reply.status_code == 200, reply.text
 
     with ThreadPoolExecutor(4) as threads:
@@ -128,7 +129,7 @@ def assert_data(prometheus: Prometheus, queries: list[str]) -> None:
         return not left
 
     with contextlib.suppress(AssertionError):
-        wait_until(all_have, 30, "all queries have data")
+        wait_until(all_have, "all queries have data")
     assert left == []
 
 
@@ -160,10 +161,10 @@ def test_an_alert_notices_a_worker_that_stands_still(watched: Watched) -> None:
     worker = watched.service.role("decode-1").pid
     os.kill(worker, signal.SIGSTOP)
     try:
-        wait_until(lambda: state() == "pending", 60, "the alert waits for its minute")
+        wait_until(lambda: state() == "pending", "the alert waits for its minute")
     finally:
         os.kill(worker, signal.SIGCONT)
-    wait_until(lambda: state() == "inactive", 60, "the worker is back")
+    wait_until(lambda: state() == "inactive", "the worker is back")
 
 
 OF = '{model_name="$model_name"}'
@@ -234,4 +235,4 @@ def test_roles_that_front_ends_share_are_read_once(watched: Watched) -> None:
     def found() -> dict[str, float | None]:
         return {query: value(watched.prometheus, query) for query in expected}
 
-    wait_until(lambda: found() == expected, 30, f"each is read once: {found()}")
+    wait_until(lambda: found() == expected, f"each is read once: {found()}")

@@ -1,6 +1,7 @@
 """Three machines from one cluster file, joined by 1 Gbit/s and 1 ms: one is drained, leaves and comes back, one is cut
-off for 10 s. Clients stream from two front ends all the time. No answer stands still for more than 5 s beyond its
-compute, and all are those of the undisturbed cluster, or clear errors of the front end that is cut off itself."""
+off for 10 s. Clients stream from two front ends all the time. All answers are those of the undisturbed cluster, or
+clear errors of the front end that is cut off itself. In the long runs (soak) no answer stands still for more than 5 s
+beyond its compute."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_service import wait_until
 from machines_lab import LauncherProcess, Machine, MachinesLab, missing
 from random_model import small_model, token_prompt
+from severe import check_tokens
 from stream_clients import SeenAnswer, StreamClients
-from wall_time import crowding
+from waiting import wait_until
 
 DELAY_MS = 1.0
 REASON = missing(delay_ms=DELAY_MS)
@@ -49,7 +50,7 @@ prefill = 1
 decode = 1
 dram = "32MB"
 """
-HANG_S = 5.0  # beyond its compute
+STILL_S = 5.0  # beyond its compute
 CUT_S = 10.0
 BODIES: list[dict[str, Any]] = [
     {"model": "small", "prompt": token_prompt(200 + 40 * n, n), "max_tokens": 48, "temperature": 0, "ignore_eos": True}
@@ -75,7 +76,7 @@ class Cluster:
         started = {name: self.machines[name].up(self.file, name, env={"OMP_NUM_THREADS": "1"}) for name in names}
         for name, launcher in started.items():
             self.running[name] = launcher.ready()
-        wait_until(lambda: self.missing() == [], 60, "all roles are there")
+        wait_until(lambda: self.missing() == [], "all roles are there")
 
     def drain(self, name: str) -> None:
         ran = self.machines["a"].moonpool("drain", name, env=self._env)
@@ -112,7 +113,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def undisturbed(cluster: Cluster) -> list[SeenAnswer]:
     """The answer to each question that stood still for the longest time, with as many clients as later."""
     with cluster.clients(a=3, b=2) as clients:
-        wait_until(lambda: clients["a"].num_seen >= 12 and clients["b"].num_seen >= 12, 60, "every question twice")
+        wait_until(lambda: clients["a"].num_seen >= 12 and clients["b"].num_seen >= 12, "every question twice")
     seen = [each for one in clients.values() for each in one.stop()]
     assert not any(each.error for each in seen), seen
     slowest = [max((each for each in seen if each.number == n), key=lambda each: each.silence_s) for n in range(6)]
@@ -120,20 +121,19 @@ def undisturbed(cluster: Cluster) -> list[SeenAnswer]:
     return slowest
 
 
-def check_answers(answers: Sequence[SeenAnswer], undisturbed: Sequence[SeenAnswer], crowded: float) -> None:
-    """All are whole and right, and none stood still for more than 5 s beyond its compute."""
+def check_answers(answers: Sequence[SeenAnswer], undisturbed: Sequence[SeenAnswer]) -> None:
+    """All are whole and right."""
     for each in answers:
         assert each.error is None, each
-        assert each.text == undisturbed[each.number].text, each
-    check_silence(answers, undisturbed, crowded)
+        check_tokens([each.text], [undisturbed[each.number].text], str(each))
 
 
-def check_silence(answers: Sequence[SeenAnswer], undisturbed: Sequence[SeenAnswer], crowded: float) -> None:
+def check_silence(answers: Sequence[SeenAnswer], undisturbed: Sequence[SeenAnswer]) -> None:
     """An undisturbed answer computes in its longest silence, which is that before its first token. Here it is three
-    times that long, because fewer workers share the work, and as much longer as others use this machine."""
+    times that long, because fewer workers share the work."""
     for each in answers:
-        hung_s = each.silence_s - 3 * undisturbed[each.number].silence_s * crowded
-        assert hung_s <= HANG_S, f"{hung_s:.1f} s beyond its compute: {each}"
+        hung_s = each.silence_s - 3 * undisturbed[each.number].silence_s
+        assert hung_s <= STILL_S, f"{hung_s:.1f} s beyond its compute: {each}"
 
 
 def report(what: str, seen: Sequence[SeenAnswer]) -> None:
@@ -142,8 +142,13 @@ def report(what: str, seen: Sequence[SeenAnswer]) -> None:
     print(f"{what}: {len(seen)} answers, longest silence {silences[-1]:.2f} s, then {silences[-2]:.2f} s; {errors}")
 
 
-def test_a_machine_is_drained_leaves_and_comes_back(cluster: Cluster, undisturbed: list[SeenAnswer]) -> None:
-    crowded = crowding()
+TIMES = pytest.mark.parametrize("checks_silence", [False, pytest.param(True, marks=pytest.mark.soak)])
+
+
+@TIMES
+def test_a_machine_is_drained_leaves_and_comes_back(
+    cluster: Cluster, undisturbed: list[SeenAnswer], checks_silence: bool
+) -> None:
     with cluster.clients(a=3, b=2) as clients:
         for name in ("c-decode-0", "c-prefill-0", "c-node"):
             cluster.drain(name)
@@ -151,19 +156,22 @@ def test_a_machine_is_drained_leaves_and_comes_back(cluster: Cluster, undisturbe
         cluster.up("c")
     for name, each in clients.items():
         report(f"drained, at {name}", each.stop())
-        check_answers(each.stop(), undisturbed, crowded)
+        check_answers(each.stop(), undisturbed)
+        if checks_silence:
+            check_silence(each.stop(), undisturbed)
 
 
 def check_cut_off(
-    answers: Sequence[SeenAnswer], undisturbed: Sequence[SeenAnswer], crowded: float, cut_s: float, joined_s: float
+    answers: Sequence[SeenAnswer], undisturbed: Sequence[SeenAnswer], cut_s: float, joined_s: float
 ) -> None:
-    """Answers of a front end that is cut off are right, or end with a clear error; in time, and only meanwhile."""
-    check_silence(answers, undisturbed, crowded)
+    """Answers of a front end that is cut off are right, or end with a clear error; only those that were asked for
+    before the link was back, and had not ended when it was cut."""
     for each in answers:
         if each.error is None:
-            assert each.text == undisturbed[each.number].text, each
+            check_tokens([each.text], [undisturbed[each.number].text], str(each))
         else:
-            assert cut_s < each.ended_s < joined_s + HANG_S, f"an error of a front end that is not cut off: {each}"
+            assert each.began_s < joined_s, f"an error of a front end that is not cut off: {each}"
+            assert each.ended_s > cut_s, f"an error of a front end that is not cut off: {each}"
             assert "connection" not in each.error, each
             assert undisturbed[each.number].text.startswith(each.text), each
     assert answers[-1].error is None, answers[-1]
@@ -172,40 +180,42 @@ def check_cut_off(
 def cut_off(
     cluster: Cluster, name: str, clients: dict[str, StreamClients], *, serving: str | None = None
 ) -> tuple[float, float]:
-    """Cut the machine off for 10 s, or until the front end of `serving` has answered meanwhile, and wait until it
-    serves again. Return when it was cut off, and when it was back."""
-    wait_until(lambda: all(each.num_seen for each in clients.values()), 30, "answers")
+    """Cut the machine off for 10 s, and until the front end of `serving` has given an answer that began 5 s later, and
+    wait until it serves again. Return when it was cut off, and when it was back."""
+    wait_until(lambda: all(each.num_seen for each in clients.values()), "answers")
     cluster.machines[name].cut_link()
     cut_s = time.monotonic()
     time.sleep(CUT_S)
-    if serving is not None:  # where others use the machine, an answer alone may take half of these 10 s
-        late_s, answers = cut_s + HANG_S, clients[serving]
-        wait_until(lambda: any(each.began_s > late_s for each in answers.seen), 60, "it serves meanwhile")
-    cluster.machines[name].join_link()
+    if serving is not None:
+        late_s, answers = cut_s + STILL_S, clients[serving]
+        wait_until(lambda: any(each.began_s > late_s for each in answers.seen), "it serves meanwhile")
     joined_s = time.monotonic()
-    wait_until(lambda: cluster.missing() == [], 60, "all roles are there again")
+    cluster.machines[name].join_link()
+    wait_until(lambda: cluster.missing() == [], "all roles are there again")
     before = {each: each.num_seen for each in clients.values()}
-    wait_until(lambda: all(each.num_seen >= num + 4 for each, num in before.items()), 30, "all front ends answer")
+    wait_until(lambda: all(each.num_seen >= num + 4 for each, num in before.items()), "all front ends answer")
     return cut_s, joined_s
 
 
-def test_a_machine_is_cut_off_for_10_s(cluster: Cluster, undisturbed: list[SeenAnswer]) -> None:
-    crowded = crowding()
+@TIMES
+def test_a_machine_is_cut_off_for_10_s(cluster: Cluster, undisturbed: list[SeenAnswer], checks_silence: bool) -> None:
     with cluster.clients(a=3, b=2) as clients:
         cut_s, joined_s = cut_off(cluster, "b", clients, serving="a")
     outside, inside = clients["a"].stop(), clients["b"].stop()
     report("b is cut off, at a", outside)
     report("b is cut off, at b", inside)
-    check_answers(outside, undisturbed, crowded)
-    check_cut_off(inside, undisturbed, crowded, cut_s, joined_s)
+    check_answers(outside, undisturbed)
+    check_cut_off(inside, undisturbed, cut_s, joined_s)
+    if checks_silence:
+        check_silence([*outside, *inside], undisturbed)
 
 
 @pytest.mark.soak
 def test_the_machine_of_master_and_conductor_is_cut_off(cluster: Cluster, undisturbed: list[SeenAnswer]) -> None:
     """The other machines' front end reaches no conductor either."""
-    crowded = crowding()
     with cluster.clients(a=3, b=2) as clients:
         cut_s, joined_s = cut_off(cluster, "a", clients)
     for name, each in clients.items():
         report(f"a is cut off, at {name}", each.stop())
-        check_cut_off(each.stop(), undisturbed, crowded, cut_s, joined_s)
+        check_cut_off(each.stop(), undisturbed, cut_s, joined_s)
+        check_silence(each.stop(), undisturbed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 import time
 from collections.abc import Iterator
@@ -13,15 +11,15 @@ from pathlib import Path
 import httpx
 import pytest
 from browser import NARROW, WIDE, LivePage, running_browser
-from e2e_service import Service, wait_until
+from e2e_service import Service
 from playwright.sync_api import Browser, expect
+from waiting import HANG_S, wait_until
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.rpc import BlockingClient
 from moonpool.conductor.messages import PrefillParts, RequestEnded, Route
 from moonpool.store.client.put_request import Put
 
-pytestmark = pytest.mark.model
 SHOTS = Path(__file__).parents[2] / "build" / "dashboard"
 DRAWN_MS = 1000
 VIEWS = ("overview", "cluster", "residency", "requests", "predictions", "chat", "tour")
@@ -32,8 +30,8 @@ STORY = "Once upon a time there was a shared table of pages that nobody had to c
 def service(two_each: Service) -> Service:
     """After some requests, of which the second has reused what the first one computed."""
     for question in (STORY, STORY, "short"):
-        body = {"model": "smollm2", "prompt": question, "max_tokens": 4}
-        reply = httpx.post(f"{two_each.url}/v1/completions", json=body, trust_env=False, timeout=120)
+        body = {"model": "small", "prompt": question, "max_tokens": 4}
+        reply = httpx.post(f"{two_each.url}/v1/completions", json=body, trust_env=False, timeout=HANG_S)
         assert reply.status_code == 200, reply.text
     return two_each
 
@@ -57,7 +55,7 @@ def test_slash_leads_to_the_page_and_the_banner_names_it(page: LivePage, service
     assert page.tab.url == f"{service.url}/ui/"
     assert f"{service.url}/ui" in service.log()
     expect(page.tab.locator("#health")).to_contain_text("4 workers are up")
-    expect(page.tab.locator("header")).to_contain_text("smollm2")
+    expect(page.tab.locator("header")).to_contain_text("small")
 
 
 def test_overview_shows_where_prompt_tokens_came_from(page: LivePage) -> None:
@@ -69,7 +67,7 @@ def test_overview_shows_where_prompt_tokens_came_from(page: LivePage) -> None:
     label = chart.get_attribute("aria-label") or ""
     assert "from own pages" in label
     assert "from pool DRAM" in label
-    wait_until(lambda: tab.evaluate("document.querySelectorAll('.picture path.area').length") == 5, 20, "five sources")
+    wait_until(lambda: tab.evaluate("document.querySelectorAll('.picture path.area').length") == 5, "five sources")
 
 
 def test_the_keyboard_is_enough(page: LivePage) -> None:
@@ -119,11 +117,11 @@ def test_a_chat_is_answered_twice_and_the_hit_is_shown(page: LivePage) -> None:
     tab.locator("button", has_text="Use a long sample").click()
     tab.locator("button.main").click()
     first = tab.locator("[data-run='1']")
-    first.wait_for(timeout=60_000)
+    first.wait_for()
     expect(first).to_contain_text("→")
     tab.locator("[data-again]").click()
     second = tab.locator("[data-run='2']")
-    second.wait_for(timeout=60_000)
+    second.wait_for()
     expect(second).to_contain_text("hit:")
     assert int(second.get_attribute("data-cached") or 0) >= 64
     expect(second).to_contain_text("prefill-")
@@ -139,23 +137,31 @@ def test_a_block_is_explained_and_verified(page: LivePage) -> None:
     expect(tab.locator("[data-verified]")).to_contain_text("every checksum is right")
 
 
-def test_a_worker_that_is_killed_is_gone_within_3_s_and_comes_back(page: LivePage, service: Service) -> None:
-    """One of two tries must be in time: the machine may be busy."""
+def test_a_worker_that_is_killed_is_gone_and_comes_back(page: LivePage, service: Service) -> None:
+    gone_after_s(page, service)
+
+
+@pytest.mark.soak
+def test_a_worker_that_is_killed_is_gone_within_3_s(page: LivePage, service: Service) -> None:
+    """In one of five tries; a busy machine makes the others longer."""
+    delays_s = [gone_after_s(page, service) for _ in range(5)]
+    print(f"gone after {[round(each, 2) for each in delays_s]} s")
+    assert min(delays_s) < 3
+
+
+def gone_after_s(page: LivePage, service: Service) -> float:
+    """Kill a worker. Return after how long the page says so; it is up again then."""
     tab = page.open("cluster")
     badge = tab.locator("[data-worker='decode-1'] .badge").first
-    delays_s = []
-    for _ in range(2):
-        expect(badge).to_have_text("up", timeout=90_000)
-        service.role("decode-1").kill()
-        began_s = time.monotonic()
-        expect(badge).to_have_text("gone", timeout=30_000)
-        delays_s.append(time.monotonic() - began_s)
-        expect(tab.locator("#health")).to_contain_text("decode-1")
-        if delays_s[-1] < 3:
-            break
-    assert min(delays_s) < 3
-    expect(badge).to_have_text("up", timeout=90_000)
-    expect(tab.locator("#health")).to_contain_text("4 workers are up", timeout=30_000)
+    expect(badge).to_have_text("up")
+    service.role("decode-1").kill()
+    began_s = time.monotonic()
+    expect(badge).to_have_text("gone")
+    delay_s = time.monotonic() - began_s
+    expect(tab.locator("#health")).to_contain_text("decode-1")
+    expect(badge).to_have_text("up")
+    expect(tab.locator("#health")).to_contain_text("4 workers are up")
+    return delay_s
 
 
 @pytest.mark.parametrize("width", [WIDE, 700, NARROW])
@@ -221,8 +227,8 @@ def tour(browser: Browser, service: Service) -> Iterator[LivePage]:
 def test_the_tour_shows_a_hit(tour: LivePage) -> None:
     part = tour.tab.locator("[data-tour='prefix']")
     part.locator("button").click()
-    expect(part).to_contain_text(re.compile(r"first prompt: 0 of \d+ tokens were cached"), timeout=60_000)
-    expect(part).to_contain_text(re.compile(r"second prompt: [1-9]\d* of \d+ tokens were cached"), timeout=60_000)
+    expect(part).to_contain_text(re.compile(r"first prompt: 0 of [\d,]+ tokens were cached"))
+    expect(part).to_contain_text(re.compile(r"second prompt: [1-9][\d,]* of [\d,]+ tokens were cached"))
 
 
 def test_the_tour_kills_a_worker_and_shows_it_back(tour: LivePage, service: Service) -> None:
@@ -230,16 +236,16 @@ def test_the_tour_kills_a_worker_and_shows_it_back(tour: LivePage, service: Serv
     part = tour.tab.locator("[data-tour='kill']")
     part.locator("select").select_option("prefill-1")
     part.locator("button").click()
-    expect(part).to_contain_text("prefill-1 is gone after", timeout=60_000)
-    expect(part).to_contain_text("a request sent meanwhile was answered by prefill-0", timeout=60_000)
-    expect(part).to_contain_text("prefill-1 is back after", timeout=120_000)
+    expect(part).to_contain_text("prefill-1 is gone after")
+    expect(part).to_contain_text("a request sent meanwhile was answered by prefill-0")
+    expect(part).to_contain_text("prefill-1 is back after")
     assert service.role("prefill-1").pid != before
 
 
 def test_the_tour_fills_the_pool(tour: LivePage, service: Service) -> None:
     part = tour.tab.locator("[data-tour='fill']")
     part.locator("button").click()
-    expect(part).to_contain_text(re.compile(r"[1-9]\S* objects were evicted"), timeout=90_000)
+    expect(part).to_contain_text(re.compile(r"[1-9]\S* objects were evicted"))
     expect(part).to_contain_text("were removed again")
     with service.store() as store:
         assert store.remove_matching(None, prefix=b"moonpool-tour/", force=True) == (0, 0)
@@ -273,7 +279,7 @@ def test_others_cannot_kill(
 ) -> None:
     before = {name: service.role(name).pid for name in ("decode-0", "master")}
     sent = {"x-moonpool-tour": token_of(service), **headers}
-    reply = httpx.post(f"{service.url}/v1/tour/kill", json=body, headers=sent, trust_env=False, timeout=30)
+    reply = httpx.post(f"{service.url}/v1/tour/kill", json=body, headers=sent, trust_env=False, timeout=HANG_S)
     assert (reply.status_code, complaint in reply.json()["error"]["message"]) == (status, True), reply.text
     assert {name: service.role(name).pid for name in before} == before
 
@@ -311,34 +317,50 @@ def heap_nbytes(page: LivePage) -> int:
     return int(found["usedSize"])
 
 
-def drawn_ms(page: LivePage, name: str) -> float:
-    """The shortest of some times. A change of the window draws everything again; it is changed until one time is below
-    the limit, for 30 s at most, because the machine may be busy."""
-    page.tab.evaluate("performance.clearMeasures()")
-    times: list[float] = []
-    widths = itertools.cycle([WIDE - 20, WIDE])
-
-    def is_in_time() -> bool:
-        page.tab.set_viewport_size({"width": next(widths), "height": 900})
-        times[:] = page.tab.evaluate(f"performance.getEntriesByName('{name}').map((each) => each.duration)")
-        return min(times, default=math.inf) < DRAWN_MS
-
-    wait_until(is_in_time, 30, f"{name} within {DRAWN_MS} ms")
-    return min(times)
-
-
-def test_many_blocks_and_records_are_drawn_in_time_and_memory(page: LivePage, service: Service) -> None:
+def test_many_blocks_and_records_are_drawn(page: LivePage, service: Service) -> None:
     add_records(service, 1_000)
     with many_blocks(service, 12_000):
-        tab = page.open("residency")
-        tab.wait_for_selector("#map[data-drawn='10000']")
-        assert drawn_ms(page, "draw blocks") < DRAWN_MS
-        tab.locator("#forward").click()
-        expect(tab.locator("[data-range]")).to_contain_text(re.compile(r"Blocks 10,001 to 12,\d\d\d of 12,\d\d\d"))
-        assert int(tab.locator("#map").get_attribute("data-drawn") or 0) >= 2_000
-        tab.locator("#back").click()
-        tab.wait_for_selector("#map[data-drawn='10000']")
-    page.open("requests")
-    tab.wait_for_selector("[data-drawn='1000']")
-    assert drawn_ms(page, "draw requests") < DRAWN_MS
-    assert heap_nbytes(page) < 100e6
+        show_blocks(page)
+    show_records(page)
+
+
+def show_blocks(page: LivePage) -> None:
+    tab = page.open("residency")
+    tab.wait_for_selector("#map[data-drawn='10000']")
+    tab.locator("#forward").click()
+    expect(tab.locator("[data-range]")).to_contain_text(re.compile(r"Blocks 10,001 to 12,\d\d\d of 12,\d\d\d"))
+    assert int(tab.locator("#map").get_attribute("data-drawn") or 0) >= 2_000
+    tab.locator("#back").click()
+    tab.wait_for_selector("#map[data-drawn='10000']")
+
+
+def show_records(page: LivePage) -> None:
+    page.open("requests").wait_for_selector("[data-drawn='1000']")
+
+
+@pytest.mark.soak
+def test_many_blocks_and_records_are_drawn_in_time_and_memory(page: LivePage, service: Service) -> None:
+    """The shortest of twenty times; a busy machine makes the others longer."""
+    add_records(service, 1_000)
+    with many_blocks(service, 12_000):
+        show_blocks(page)
+        blocks_ms = drawn_ms(page, "draw blocks")
+    show_records(page)
+    records_ms, nbytes = drawn_ms(page, "draw requests"), heap_nbytes(page)
+    print(f"10,000 blocks in {blocks_ms:.0f} ms, 1,000 records in {records_ms:.0f} ms, {nbytes / 1e6:.0f} MB of heap")
+    assert max(blocks_ms, records_ms) < DRAWN_MS
+    assert nbytes < 100e6
+
+
+def drawn_ms(page: LivePage, name: str) -> float:
+    """Return the shortest of twenty times. A change of the window's width draws everything again."""
+    page.tab.evaluate("performance.clearMeasures()")
+
+    def times() -> list[float]:
+        found: list[float] = page.tab.evaluate(f"performance.getEntriesByName('{name}').map((each) => each.duration)")
+        return found
+
+    for number in range(20):
+        page.tab.set_viewport_size({"width": WIDE - 20 * (number % 2), "height": 900})
+        wait_until(lambda number=number: len(times()) > number, "it is drawn again")  # type: ignore[misc]
+    return min(times())

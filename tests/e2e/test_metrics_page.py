@@ -8,11 +8,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e_service import Service, wait_until
+from e2e_service import Service
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import HANG_S, wait_until
 
-pytestmark = pytest.mark.model
 ROLES = {
     ("frontend", "frontend"),
     ("conductor", "conductor"),
@@ -30,7 +30,7 @@ PROMETHEUS_OWN = {"instance", "job", "role"}  # set by Prometheus, or by the way
 
 
 def scrape(service: Service) -> dict[str, Metric]:
-    reply = httpx.get(f"{service.url}/metrics", trust_env=False, timeout=30)
+    reply = httpx.get(f"{service.url}/metrics", trust_env=False, timeout=HANG_S)
     assert reply.headers["content-type"].startswith("text/plain")
     return {family.name: family for family in text_string_to_metric_families(reply.text)}
 
@@ -58,12 +58,12 @@ def documented() -> set[str]:
 @pytest.fixture(scope="module")
 def families(one_each: Service) -> dict[str, Metric]:
     """After a request whose prompt has full blocks; nodes have reported."""
-    body = {"model": "smollm2", "prompt": "one two three " * 40, "max_tokens": 4}
-    reply = httpx.post(f"{one_each.url}/v1/completions", json=body, trust_env=False, timeout=60)
+    body = {"model": "small", "prompt": "one two three " * 40, "max_tokens": 4}
+    reply = httpx.post(f"{one_each.url}/v1/completions", json=body, trust_env=False, timeout=HANG_S)
     assert reply.status_code == 200, reply.text
-    wait_until(lambda: roles_of(scrape(one_each), "process_open_fds") >= ROLES, 30, "all roles are on the page")
+    wait_until(lambda: roles_of(scrape(one_each), "process_open_fds") >= ROLES, "all roles are on the page")
     counted = "moonpool_missing_roles"  # every 2 s: the last time may have been before the workers had registered
-    wait_until(lambda: value_of(scrape(one_each), counted) == 0, 30, "no role is counted as missing")
+    wait_until(lambda: value_of(scrape(one_each), counted) == 0, "no role is counted as missing")
     return scrape(one_each)
 
 
@@ -120,13 +120,13 @@ def test_what_vllm_measures_too_has_its_names(families: dict[str, Metric]) -> No
     own_names = ("moonpool_ttft", "moonpool_tbt", "moonpool_answer", "moonpool_queue")
     for name in VLLM_TIMES:
         assert count_of(families, name, "frontend") >= 1
-    assert sum(value_of(families, f"{name}_sum", model_name="smollm2") for name in VLLM_TIMES) == pytest.approx(
+    assert sum(value_of(families, f"{name}_sum", model_name="small") for name in VLLM_TIMES) == pytest.approx(
         sum(value_of(families, f"{name}_seconds_sum") for name in own_names)
     )
     tokens = value_of(families, "moonpool_prompt_tokens_total")
-    assert value_of(families, "vllm:prefix_cache_queries_total", model_name="smollm2") == tokens > 0
+    assert value_of(families, "vllm:prefix_cache_queries_total", model_name="small") == tokens > 0
     for name, source in (("prefix", "local"), ("external_prefix", "pool")):
-        hits = value_of(families, f"vllm:{name}_cache_hits_total", model_name="smollm2")
+        hits = value_of(families, f"vllm:{name}_cache_hits_total", model_name="small")
         assert hits == value_of(families, "moonpool_cached_tokens_total", source=source)
     for worker in ("prefill-0", "decode-0"):
         used = value_of(families, "vllm:kv_cache_usage_perc", moonpool_name=worker)

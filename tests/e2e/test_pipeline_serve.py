@@ -1,4 +1,4 @@
-"""`moonpool serve --pipeline 2` with SmolLM2: long prompts at two workers give the tokens that one engine gives, also
+"""`moonpool serve --pipeline 2`: long prompts at two workers give the tokens that one engine gives, also
 when a stage gets a kill -9 in the middle of a prompt.
 
 `--pipeline-min-tokens` says which prompts are long. Left to the prediction, one worker is really faster where the host
@@ -12,35 +12,37 @@ from collections.abc import Iterator
 from contextlib import aclosing
 
 import pytest
-from e2e_service import BLOCK_TOKENS, Service, running, wait_until
+from e2e_service import BLOCK_TOKENS, Service, running
+from random_model import small_model, token_prompt
+from waiting import HANG_S, wait_until
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.conductor.messages import DecisionRecord, Records
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.load import load_engine
-from moonpool.engine.model_files import resolve
 from moonpool.engine.sequence import SamplingParams
 from moonpool.engine.stages import chunk_bounds
-from moonpool.engine.tokenizer import load_tokenizer
 from moonpool.frontend.choice import ChoiceRequest, ChoiceRunner
 from moonpool.frontend.workers import Connections
 from moonpool.worker.messages import WorkerStats
 
-pytestmark = pytest.mark.model
-
-MODEL = "smollm2"
 NUM_TOKENS = 1500
-PROMPT = [100 + number * 7919 % 1800 for number in range(NUM_TOKENS)]
+PROMPT = token_prompt(NUM_TOKENS)
 MIN_TOKENS = 500
 PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(small_model(tmp_path_factory.mktemp("model") / "small"))
+
+
+@pytest.fixture(scope="module")
+def service(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two prefill workers of one thread each, which compute long prompts together."""
     options = ("--prefill", "2", "--pipeline", "2", "--pipeline-min-tokens", str(MIN_TOKENS), "--threads", "1")
-    with running(tmp_path_factory.mktemp("pipeline"), "--model", MODEL, *options) as service:
+    with running(tmp_path_factory.mktemp("pipeline"), "--model", model, "--random-weights", *options) as service:
         yield service
 
 
@@ -48,7 +50,7 @@ async def generate(service: Service, tenant: str, prompt: list[int], name: str |
     """Answer the prompt for a tenant, who finds nothing of the others' KV. The request has the tenant's name, or this
     one."""
     root, name = tenant.encode().ljust(32, b"\0"), name or tenant
-    request, tokens = ChoiceRequest(name, prompt, root, BLOCK_TOKENS, PARAMS, timeout_s=200), list[int]()
+    request, tokens = ChoiceRequest(name, prompt, root, BLOCK_TOKENS, PARAMS, timeout_s=HANG_S), list[int]()
     connections = Connections(service.address("conductor"))
     try:
         async with aclosing(ChoiceRunner(request, connections, RetryPolicy()).batches()) as batches:
@@ -71,18 +73,13 @@ def holds_pages(stats: WorkerStats) -> bool:
 
 def wait_idle(service: Service) -> None:
     idle = lambda: not any(holds_pages(service.stats(f"prefill-{n}")) for n in (0, 1))  # noqa: E731
-    wait_until(idle, 60, "both stages to end")
+    wait_until(idle, "both stages to end")
 
 
-def story(num_tokens: int) -> list[int]:
-    text = " ".join(f"In the year {1500 + 3 * i}, traveller {i % 13} met {i % 5 + 1} merchants." for i in range(200))
-    return load_tokenizer(resolve(MODEL)).encode(text)[:num_tokens]
-
-
-def test_two_workers_together_answer_as_one_engine(service: Service) -> None:
-    """A text, and random tokens in a number that no chunk divides."""
-    engine = load_engine(MODEL, EngineConfig(num_pages=32))
-    for name, prompt in (("story", story(NUM_TOKENS)), ("odd", PROMPT[:1111])):
+def test_two_workers_together_answer_as_one_engine(service: Service, model: str) -> None:
+    """Also with a number of tokens that no chunk divides."""
+    engine = load_engine(model, EngineConfig(num_pages=32), random_weights=True)
+    for name, prompt in (("even", PROMPT), ("odd", PROMPT[:1111])):
         assert asyncio.run(generate(service, name, prompt)) == engine.generate([prompt], PARAMS)[0].tokens
         wait_idle(service)
         [record] = records(service, name)
@@ -96,9 +93,9 @@ def test_a_short_prompt_is_computed_by_one_worker(service: Service) -> None:
     assert record.candidates[0].stages == ()
 
 
-def test_a_long_prompt_reuses_what_the_pool_has(service: Service) -> None:
+def test_a_long_prompt_reuses_what_the_pool_has(service: Service, model: str) -> None:
     """The stages pull the beginning that two prompts share, and compute the rest together."""
-    engine, shared = load_engine(MODEL, EngineConfig(num_pages=32)), 7 * BLOCK_TOKENS + 5
+    engine, shared = load_engine(model, EngineConfig(num_pages=32), random_weights=True), 7 * BLOCK_TOKENS + 5
     other = PROMPT[:shared] + PROMPT[: NUM_TOKENS - shared]
     expected = engine.generate([other], PARAMS)[0].tokens
     asyncio.run(generate(service, "document", PROMPT))
@@ -117,12 +114,12 @@ def test_a_stage_killed_in_the_middle_of_a_prompt_changes_no_token(service: Serv
     answers: list[list[int]] = []
     asking = threading.Thread(target=lambda: answers.append(asyncio.run(generate(service, "disturbed", PROMPT))))
     asking.start()
-    wait_until(lambda: bool(records(service, "disturbed")), 30, "a decision")
+    wait_until(lambda: bool(records(service, "disturbed")), "a decision")
     [helper] = records(service, "disturbed")[-1].candidates[0].stages
-    wait_until(lambda: all(holds_pages(service.stats(f"prefill-{n}")) for n in (0, 1)), 30, "both stages to begin")
+    wait_until(lambda: all(holds_pages(service.stats(f"prefill-{n}")) for n in (0, 1)), "both stages to begin")
     assert not answers
     service.role(helper).kill()
-    asking.join(200)
+    asking.join(HANG_S)
     assert answers == [expected]
     last = records(service, "disturbed")[-1]
     assert last.attempt == 2
@@ -133,7 +130,7 @@ def test_an_equal_long_prompt_is_not_computed_again(service: Service) -> None:
     """Next to nothing is left of it, so one worker computes that."""
     num_stored = service.status().pool_blocks
     tokens = asyncio.run(generate(service, "twice", PROMPT))
-    wait_until(lambda: service.status().pool_blocks >= num_stored + NUM_TOKENS // BLOCK_TOKENS, 60, "all are stored")
+    wait_until(lambda: service.status().pool_blocks >= num_stored + NUM_TOKENS // BLOCK_TOKENS, "all are stored")
     assert asyncio.run(generate(service, "twice", PROMPT, "again")) == tokens
     [record] = records(service, "again")
     assert record.cached_tokens == NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS

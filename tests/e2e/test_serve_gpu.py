@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from e2e_service import Service, keys_of, running, wait_until
+from e2e_service import Service, keys_of, running
 from random_model import small_model, token_prompt
+from waiting import wait_until
 
 from moonpool.base.errors import MoonpoolError, NotFound
 from moonpool.frontend import attempt
@@ -86,4 +87,4 @@ def test_workers_killed_in_mid_transfer_leave_nothing(service: Service) -> None:
         assert service.generate(token_prompt(700, seed=number)).tokens
         if number == 1:  # both were started with all kernels compiled: their successors take as much memory
             before = gpu.free_nbytes()
-    wait_until(lambda: gpu.free_nbytes() >= before - (256 << 20), 20, "the GPU has its memory back")
+    wait_until(lambda: gpu.free_nbytes() >= before - (256 << 20), "the GPU has its memory back")

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from e2e_service import Service, running
 from random_model import small_model, token_prompt
+from waiting import HANG_S
 
 FILE = """
 [serve]
@@ -19,7 +20,7 @@ port = 1                  # the command line says 0: any free port
 dram = "77TB"             # the environment says less
 kv = "64MB"
 [worker]
-pull_timeout_s = 5.5
+report_interval_s = 0.06
 [conductor]
 policy_tie_slack = 0.06
 """
@@ -38,14 +39,14 @@ def test_a_folder_without_weights_is_served(tmp_path: Path, monkeypatch: pytest.
     with running(tmp_path, "-c", str(file)) as service:
         assert options_of(service, "node")["--dram"] == "64000000"
         worker = options_of(service, "prefill-0")
-        assert (worker["--kv"], worker["--pull-timeout-s"]) == ("64000000", "5.5")
+        assert (worker["--kv"], worker["--report-interval-s"]) == ("64000000", "0.06")
         assert options_of(service, "conductor")["--policy-tie-slack"] == "0.06"
         body = {"model": "small", "prompt": token_prompt(300), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         events = list(service.stream("/v1/completions", body))
         text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
         assert text
         assert len([event for event in events if event["choices"]]) > 1, "tokens are streamed one by one"
-        again = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60).json()
+        again = httpx.post(f"{service.url}/v1/completions", json=body, timeout=HANG_S).json()
         assert again["choices"][0]["text"] == text
         assert again["usage"]["prompt_tokens"] == 300
         first, second = (service.generate(token_prompt(200, seed=2)) for _ in range(2))

@@ -17,8 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e_service import Service, running, wait_until
+from e2e_service import Service, running
 from random_model import small_model, token_prompt
+from waiting import HANG_S, wait_until
 
 from moonpool.base.cluster import FRONTEND_SERVICE
 from moonpool.base.metrics import GetMetrics
@@ -49,7 +50,7 @@ def body_of(number: int) -> dict[str, Any]:
 
 def ask(service: Service, number: int) -> str:
     """One request over a connection of its own, so that the kernel chooses a front end for it."""
-    reply = httpx.post(f"{service.url}/v1/completions", json=body_of(number), timeout=60)
+    reply = httpx.post(f"{service.url}/v1/completions", json=body_of(number), timeout=HANG_S)
     assert reply.status_code == 200, reply.text
     return str(reply.json()["choices"][0]["text"])
 
@@ -65,13 +66,13 @@ def samples(service: Service, metric: str) -> dict[str, float]:
 
 
 def health(service: Service) -> dict[str, Any]:
-    reply = httpx.get(f"{service.url}/health", timeout=10)
+    reply = httpx.get(f"{service.url}/health", timeout=HANG_S)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 
 
 def wait_healthy(service: Service) -> None:
-    wait_until(lambda: health(service)["status"] == "ok", 30, f"all roles are back: {health(service)}")
+    wait_until(lambda: health(service)["status"] == "ok", f"all roles are back: {health(service)}")
 
 
 def test_all_are_named_and_counted(service: Service, expected: Sequence[str], tmp_path: Path) -> None:
@@ -82,12 +83,12 @@ def test_all_are_named_and_counted(service: Service, expected: Sequence[str], tm
         counted = samples(service, "moonpool_requests_total")
         assert sum(counted.values()) == len(expected)
         assert samples(service, "process_cpu_seconds_total").keys() >= fronts
-    wait_until(lambda: samples(service, "process_cpu_seconds_total").keys() >= nodes, 20, "both nodes have reported")
+    wait_until(lambda: samples(service, "process_cpu_seconds_total").keys() >= nodes, "both nodes have reported")
     replicas = samples(service, "moonpool_pool_segment_objects")
     assert replicas["node"] > 0
     assert replicas["node-1"] > 0, "blocks are spread over the nodes"
     command = [sys.executable, "-m", "moonpool", "stat", "--json", "--master", service.address("master")]
-    shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+    shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG_S).stdout)
     assert {each["name"] for each in shown["segments"]} == {
         f"{node}.{kind}" for node in nodes for kind in ("dram", "ssd")
     }
@@ -111,8 +112,8 @@ def test_a_killed_node_loses_no_request(service: Service, expected: Sequence[str
     with ThreadPoolExecutor(2) as threads:
         asking = [threads.submit(keep_asking, first) for first in (0, 4)]
         os.kill(before, 9)
-        wait_until(lambda: "node-1 ended" in service.log(), 20, "the launcher has noticed")
-        wait_until(lambda: _is_mounted(service), 30, "node-1 is mounted again")
+        wait_until(lambda: "node-1 ended" in service.log(), "the launcher has noticed")
+        wait_until(lambda: _is_mounted(service), "node-1 is mounted again")
         stop.set()
         for each in asking:
             each.result()
@@ -125,7 +126,7 @@ def test_a_killed_node_loses_no_request(service: Service, expected: Sequence[str
         ask(service, next(numbers))
         return samples(service, "moonpool_pool_segment_objects").get("node-1", 0) > 0
 
-    wait_until(is_used, 30, "the node that came back has new blocks")
+    wait_until(is_used, "the node that came back has new blocks")
 
 
 def _is_mounted(service: Service) -> bool:
@@ -145,7 +146,7 @@ def test_a_killed_front_end_leaves_the_other_serving(service: Service, expected:
     with ThreadPoolExecutor(4) as threads:
         asking = [threads.submit(ask_and_note, number % NUM_PROMPTS) for number in range(12)]
         victim.kill()
-        victim.wait(10)
+        victim.wait(HANG_S)
         assert ask(service, 0) == expected[0], "the other front end has the port"
         for each in asking:
             each.result()

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from e2e_service import Service, running, wait_until
+from e2e_service import Service, running
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from otlp_receiver import Collector, running_collector
+from random_model import small_model
+from waiting import HANG_S, wait_until
 
-pytestmark = pytest.mark.model
 STORY = "A river town kept its ledgers in one deep cellar, and every clerk copied the same pages each morning. " * 12
-SENT_S = 30  # spans are sent every 5 s
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +23,23 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def service(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running(tmp_path_factory.mktemp("traced"), "--otlp", collector.url) as service:
+    folder = tmp_path_factory.mktemp("traced")
+    model = small_model(folder / "small")
+    options = ("--model", str(model), "--random-weights", "--policy", "paper")
+    with running(folder, *options, "--otlp", collector.url) as service:
         yield service
 
 
 def complete(service: Service, **changes: object) -> httpx.Response:
     headers = changes.pop("headers", {})
-    body = {"model": "smollm2", "prompt": STORY, "max_tokens": 4, "temperature": 0, **changes}
-    return httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=120)  # type: ignore[arg-type]
+    body = {"model": "small", "prompt": STORY, "max_tokens": 4, "temperature": 0, **changes}
+    return httpx.post(f"{service.url}/v1/completions", json=body, headers=headers, trust_env=False, timeout=HANG_S)  # type: ignore[arg-type]
 
 
 def trace_of(collector: Collector, reply: httpx.Response, num_spans: int) -> tuple[Span, dict[str, Span]]:
     """Return the request's own span and the others by name, once at least `num_spans` have come."""
     _, trace_id, span_id, _ = reply.headers["traceparent"].split("-")
-    wait_until(lambda: len(collector.trace(trace_id)) >= num_spans, SENT_S, f"{num_spans} spans of {trace_id}")
+    wait_until(lambda: len(collector.trace(trace_id)) >= num_spans, f"{num_spans} spans of {trace_id}")
     spans = collector.trace(trace_id)
     (root,) = [each for each in spans if each.span_id.hex() == span_id]
     return root, {each.name: each for each in spans if each is not root}
@@ -92,7 +95,7 @@ def check_layers(service: Service, request_id: str) -> None:
     """The record says when each layer had been pulled; the list of records, which is read often, does not."""
     (explained,) = httpx.get(f"{service.url}/v1/records/{request_id}", trust_env=False).json()["data"]
     parts = explained["record"]["parts"]
-    assert len(parts["pull_layers_s"]) == 30, "SmolLM2 has 30 layers"
+    assert len(parts["pull_layers_s"]) == 4, "the small model has 4 layers"
     assert parts["pull_layers_s"] == sorted(parts["pull_layers_s"])
     assert parts["pull_layers_s"][-1] <= parts["pull_s"]
     newest = httpx.get(f"{service.url}/v1/records?limit=1", trust_env=False).json()["data"][-1]

@@ -12,14 +12,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import axe_playwright_python
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from programs import find_program
+from waiting import HANG_S
 
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--enable-precise-memory-info",
 )  # fmt: skip
 WIDE, NARROW = 1400, 400
+_HANG_MS = HANG_S * 1000
+expect.set_options(timeout=_HANG_MS)
 _AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
 
 
@@ -41,7 +44,7 @@ class LivePage:
         self.url = url
         self._context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
         self.tab: Page = self._context.new_page()
-        self.tab.set_default_timeout(30_000)
+        self.tab.set_default_timeout(_HANG_MS)
         self._wrong: list[str] = []
         self.tab.on("console", lambda message: self._note(message.type, message.text))
         self.tab.on("pageerror", lambda error: self._wrong.append(f"page error: {error}"))

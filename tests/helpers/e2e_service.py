@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +18,12 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
+from severe import check_no_process
+from waiting import HANG_S, wait_until
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE, WORKER_SERVICE
 from moonpool.base.keys import chain_keys
@@ -38,12 +42,18 @@ ROOT = bytes(range(32))  # of a tenant that only tests have
 BLOCK_TOKENS = 64
 
 
-def wait_until(holds: Any, timeout_s: float, what: str) -> None:
-    """Polls until `holds()` is true; fails saying what did not happen."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
+# Of the services of tests. A host that takes processors away must not decide whether blocks are reused: no master
+# counts as away, and no pull is given up for computing. Several services fit into the machine's memory. Workers measure
+# little when they start, because no test depends on what is predicted.
+_SETTINGS = {
+    "MOONPOOL_POOL_SILENCE_S": "60",
+    "MOONPOOL_PULL_GRACE_S": "60",
+    "MOONPOOL_POOL_TIMEOUT_S": "60",
+    "MOONPOOL_PULL_TIMEOUT_S": "60",
+    "MOONPOOL_CALIBRATE_S": "0.2",
+    "MOONPOOL_KV": "64MB",
+    "MOONPOOL_DRAM": "64MB",
+}
 
 
 @dataclass
@@ -55,12 +65,17 @@ class Answer:
     num_attempts: int = 0
 
 
+class BrokenStreamError(AssertionError):
+    """A stream ended without an error and without [DONE]: a client would take a part for the whole answer."""
+
+
 class Service:
-    """Started by its constructor, stopped by `stop()`; use `running(...)`."""
+    """Started by its constructor, stopped by `stop()`; use `running(...)`. `model` is the name that requests give."""
 
     def __init__(self, state_dir: Path, *options: str) -> None:
         self.started_s = time.monotonic()
-        env = {**os.environ, "MOONPOOL_STATE": str(state_dir)}
+        self.model = Path(options[options.index("--model") + 1]).name if "--model" in options else "smollm2"
+        env = {**_SETTINGS, **os.environ, "MOONPOOL_STATE": str(state_dir)}
         command = [sys.executable, "-m", "moonpool", "serve", "--port", "0", *options]
         self._log = (state_dir / f"serve-{time.time_ns()}.log").open("w+")
         self.process = subprocess.Popen(
@@ -72,16 +87,16 @@ class Service:
     def log(self) -> str:
         return Path(self._log.name).read_text()
 
-    def wait_ready(self, timeout_s: float = 120.0) -> None:
+    def wait_ready(self) -> None:
         def is_ready() -> bool:
             assert self.process.poll() is None, f"serve ended with {self.process.returncode}:\n{self.log()}"
             return re.search(r"serves \S+ at (http\S+)/v1", self.log()) is not None
 
-        wait_until(is_ready, timeout_s, "the service is ready")
+        wait_until(is_ready, "the service is ready")
         match = re.search(r"serves \S+ at (http\S+)/v1", self.log())
         assert match is not None
         self.url = match[1]
-        wait_until(self._healthy, 60, "the service is healthy")
+        wait_until(self._healthy, "the service is healthy")
         self.ready_after_s = time.monotonic() - self.started_s
 
     def _healthy(self) -> bool:
@@ -89,8 +104,10 @@ class Service:
             return httpx.get(f"{self.url}/health").status_code == 200
         return False
 
-    def stop(self, signum: int = signal.SIGINT, timeout_s: float = 60.0) -> None:
-        """Ends it and makes sure that nothing is left."""
+    def stop(self, signum: int = signal.SIGINT, timeout_s: float = HANG_S) -> None:
+        """Ends it and makes sure that nothing is left. Idempotent."""
+        if self._log.closed:
+            return
         family = self.family()
         if self.process.poll() is None:
             os.kill(self.process.pid, signum)
@@ -105,7 +122,7 @@ class Service:
                 self.process.kill()
             self.process.wait()
             self._log.close()
-        assert not alive, f"left behind: {alive}"
+        check_no_process(alive)
 
     # -- its processes ---------------------------------------------------------------------------------------
 
@@ -133,12 +150,12 @@ class Service:
 
     def store(self) -> Store:
         """Return a client of the pool that waits for a busy master, where a worker would go on without the pool."""
-        return Store(self.address("master"), config=ClientConfig(name="test", retry_s=30.0))
+        return Store(self.address("master"), config=ClientConfig(name="test", retry_s=HANG_S, silence_s=HANG_S))
 
     def address(self, name: str) -> str:
         return f"unix:{self.run_dir / name}.sock"
 
-    def kill_and_wait_back(self, name: str, timeout_s: float = 60.0) -> None:
+    def kill_and_wait_back(self, name: str) -> None:
         """kill -9, then wait until the conductor knows its successor."""
         before = self.worker_incarnation(name)
         self.role(name).kill()
@@ -146,7 +163,7 @@ class Service:
         def is_back() -> bool:
             return self.worker_incarnation(name) not in (None, before)
 
-        wait_until(is_back, timeout_s, f"{name} is back")
+        wait_until(is_back, f"{name} is back")
 
     def worker_incarnation(self, name: str) -> int | None:
         workers = {w.info.name: w.info.incarnation for w in self.status().workers}
@@ -157,7 +174,7 @@ class Service:
     def ask(self, address: str, service: str, call: Call[R]) -> R:
         client = BlockingClient(address, service, name="test")
         try:
-            return client.call(call, timeout_s=30)
+            return client.call(call, timeout_s=HANG_S)
         finally:
             client.close()
 
@@ -181,13 +198,29 @@ class Service:
 
     # -- its front end -------------------------------------------------------------------------------------------
 
-    def stream(self, path: str, body: dict[str, Any], *, timeout_s: float = 120.0) -> Iterator[dict[str, Any]]:
-        """Events of a streamed answer."""
-        with httpx.stream("POST", f"{self.url}{path}", json={**body, "stream": True}, timeout=timeout_s) as reply:
+    def raw_request(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """Send a request; return its connection, for clients that leave without reading an answer."""
+        host, port = urlsplit(self.url).netloc.split(":")
+        connection = socket.create_connection((host, int(port)))
+        text = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(text)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + text)
+        return connection
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed answer. Raise BrokenStreamError if [DONE] or an error is not the last thing
+        that came."""
+        last = ""
+        with httpx.stream("POST", f"{self.url}{path}", json={**body, "stream": True}, timeout=HANG_S) as reply:
             assert reply.status_code == 200, reply.read()
-            for line in reply.iter_lines():
+            for line in filter(None, reply.iter_lines()):
+                if last == "data: [DONE]":
+                    raise BrokenStreamError(f"after [DONE] came {line!r}")
+                last = line
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line.removeprefix("data: "))
+        if last != "data: [DONE]" and not last.startswith('data: {"error"'):
+            raise BrokenStreamError(f"the last event is {last!r}")
 
 
 def _run(work: Coroutine[Any, Any, R]) -> R:
@@ -205,7 +238,7 @@ async def _generate_all(address: str, prompts: list[list[int]], params: Sampling
 
 
 async def _generate(connections: Connections, prompt: list[int], params: SamplingParams) -> Answer:
-    request = ChoiceRequest(f"e2e-{os.urandom(6).hex()}", prompt, ROOT, BLOCK_TOKENS, params, timeout_s=100)
+    request = ChoiceRequest(f"e2e-{os.urandom(6).hex()}", prompt, ROOT, BLOCK_TOKENS, params, timeout_s=HANG_S)
     generation, answer = ChoiceRunner(request, connections, RetryPolicy()), Answer()
     started_s = time.monotonic()
     async with contextlib.aclosing(generation.batches()) as batches:
@@ -220,10 +253,10 @@ async def _generate(connections: Connections, prompt: list[int], params: Samplin
 
 
 @contextlib.contextmanager
-def running(state_dir: Path, *options: str, ready_s: float = 120.0) -> Iterator[Service]:
+def running(state_dir: Path, *options: str) -> Iterator[Service]:
     service = Service(state_dir, *options)
     try:
-        service.wait_ready(ready_s)
+        service.wait_ready()
         yield service
     finally:
         service.stop()

@@ -1,86 +1,114 @@
-"""Kills of a running service's processes under load: clients that compare every answer, and a tally of what became of
-their requests."""
+"""Kills of a running service's processes under load: clients that write down what they saw of every answer, a log of
+the kills, and the rule by which an answer may be lost.
+
+An answer is whole and right, or ends with an error. Only one thing excuses an error: the answer's connection was held
+by a front end at the moment that this front end was killed. A request on any other process that is killed is answered
+all the same.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import itertools
+import os
+import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from e2e_service import Service, wait_until
+from e2e_service import Service
+from severe import WrongToken
+from stream_clients import SeenAnswer, ask
+from waiting import HANG_S, wait_until
 
-LONGEST_S = 120.0  # a request that takes longer hangs
 MakeBody = Callable[[int], dict[str, Any]]
 
 
-@dataclass
-class Tally:
-    """What became of the requests."""
+@dataclass(frozen=True)
+class Kill:
+    """One process that was killed. `ports`: the clients' ends of the connections that it held, or that waited for a
+    front end to take them."""
 
-    done: int = 0
-    lost_front_end: int = 0
-    failed: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    slowest_s: float = 0.0
+    role: str
+    pid: int
+    created_s: float  # with the pid, which process it was
+    stopped_s: float  # it was stopped before it was killed, so that `ports` is exact
+    gone_s: float
+    ports: frozenset[int]
+
+    @property
+    def is_front_end(self) -> bool:
+        return self.role.startswith("frontend")
+
+    def excuses(self, answer: SeenAnswer) -> bool:
+        """Return whether that process had the answer's connection, or the connection began while it was stopped."""
+        if not self.is_front_end or answer.connected_s is None:
+            return False
+        was_open = answer.connected_s <= self.gone_s and self.stopped_s <= answer.ended_s
+        return was_open and (answer.port in self.ports or answer.connected_s >= self.stopped_s)
+
+
+@dataclass
+class Storm:
+    """What the clients saw and which processes were killed."""
+
+    expected: Sequence[str]
+    answers: list[SeenAnswer] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
+
+    @property
+    def num_done(self) -> int:
+        return sum(each.error is None for each in self.answers)
+
+    def wrong(self) -> list[SeenAnswer]:
+        """Answers with a text that is not the expected one: a whole one that differs, or a part that is no beginning
+        of it."""
+        return [
+            each
+            for each in self.answers
+            if (each.error is None and each.text != self.expected[each.number])
+            or not self.expected[each.number].startswith(each.text)
+        ]
+
+    def unexcused(self) -> list[SeenAnswer]:
+        """Answers that ended with an error although their front end was not killed."""
+        failed = [each for each in self.answers if each.error is not None]
+        return [each for each in failed if not self._was_refused(each) and not self._was_lost(each)]
+
+    def _was_lost(self, answer: SeenAnswer) -> bool:
+        return any(kill.excuses(answer) for kill in self.kills)
+
+    def _was_refused(self, answer: SeenAnswer) -> bool:
+        """Return whether no front end listened, as is right between the kill of the last one and its successor."""
+        if answer.connected_s is not None:
+            return False
+        before = [kill.stopped_s for kill in self.kills if kill.is_front_end and kill.stopped_s <= answer.ended_s]
+        if not before:
+            return False
+        served_since = (each for each in self.answers if each.connected_s is not None and each.began_s > max(before))
+        return not any(each.connected_s < answer.began_s for each in served_since if each.connected_s is not None)
+
+    def check(self) -> None:
+        """Raise WrongToken for a wrong answer, AssertionError for one that was lost and not on a killed front end."""
+        print(self)
+        if self.wrong():
+            raise WrongToken(str(self.wrong()))
+        assert not self.unexcused(), (self.unexcused(), self.kills)
+        assert self.num_done, self
 
     def __str__(self) -> str:
-        total = self.done + self.lost_front_end + len(self.failed)
-        reasons = ", ".join(f"{count} x {why}" for why, count in Counter(self.failed).items())
+        errors = Counter(each.error for each in self.answers if each.error is not None)
+        slowest_s = max((each.ended_s - each.began_s for each in self.answers), default=0.0)
         return (
-            f"{total} requests: {self.done} answered, {self.lost_front_end} lost their front end, "
-            f"{len(self.failed)} failed ({reasons or 'none'}); the slowest took {self.slowest_s:.1f} s"
+            f"{len(self.answers)} requests, {self.num_done} answered; {len(self.kills)} kills; "
+            f"errors: {dict(errors)}; the slowest took {slowest_s:.1f} s"
         )
-
-
-class Client:
-    """Asks one question after another and compares the answers."""
-
-    def __init__(self, service: Service, expected: Sequence[str], body_of: MakeBody, tally: Tally) -> None:
-        self._service, self._expected, self._body_of, self._tally = service, expected, body_of, tally
-        self._lock = threading.Lock()
-
-    def ask(self, number: int) -> None:
-        number %= len(self._expected)
-        started_s, text = time.monotonic(), ""
-        try:
-            for event in self._service.stream("/v1/completions", self._body_of(number), timeout_s=LONGEST_S):
-                if "error" in event:
-                    self._failed(f"{event['error']['code']}: {event['error']['message']}")
-                    break
-                text += event["choices"][0]["text"]
-            else:
-                self._ended(number, text)
-        except AssertionError as error:  # a status other than 200
-            self._failed(str(error).splitlines()[0])
-        except httpx.TimeoutException as error:
-            self._failed(f"hangs: {type(error).__name__}")
-        except httpx.ConnectError:
-            time.sleep(0.2)  # nobody has heard of this request: the front end is being started again
-        except (httpx.TransportError, json.JSONDecodeError):
-            with self._lock:
-                self._tally.lost_front_end += 1
-        with self._lock:
-            self._tally.slowest_s = max(self._tally.slowest_s, time.monotonic() - started_s)
-            if not self._expected[number].startswith(text):
-                self._tally.wrong.append(f"{number}: {text!r}")
-
-    def _ended(self, number: int, text: str) -> None:
-        """A stream that breaks off between two events looks like its end; then the front end was killed."""
-        with self._lock:
-            if text == self._expected[number]:
-                self._tally.done += 1
-            else:
-                self._tally.lost_front_end += 1
-
-    def _failed(self, why: str) -> None:
-        with self._lock:
-            self._tally.failed.append(why)
 
 
 def answers(service: Service, count: int, body_of: MakeBody) -> list[str]:
@@ -98,26 +126,29 @@ def storm(
     expected: Sequence[str],
     body_of: MakeBody,
     num_clients: int,
-    on_last: Callable[[Tally], None] | None = None,
-) -> Tally:
-    """Kills one victim after another under load, and returns when the last request has ended.
+    on_last: Callable[[Storm], None] | None = None,
+) -> Storm:
+    """Kill one victim after another under load, and return when the last request has ended.
 
-    `pause_s` is the time between two kills; None waits for an answer instead. `on_last` is called after the last kill,
-    while the load goes on.
+    `pause_s` is the time between two kills; None waits for two answers instead. `on_last` is called after the last
+    kill, while the load goes on.
     """
-    tally, is_over, numbers = Tally(), threading.Event(), iter(range(10**9))
-    client = Client(service, expected, body_of, tally)
+    found, is_over, numbers = Storm(expected), threading.Event(), itertools.count()
 
     def keep_asking() -> None:
         while not is_over.is_set():
-            client.ask(next(numbers))
+            number = next(numbers) % len(expected)
+            seen = ask(service.url, number, body_of(number))
+            found.answers.append(seen)
+            if seen.connected_s is None:
+                is_over.wait(0.2)  # no front end listens: as a client that tries again
 
     def pause() -> None:
         if pause_s is not None:
             is_over.wait(pause_s)
             return
-        before = tally.done
-        wait_until(lambda: tally.done > before, LONGEST_S, "an answer")
+        before = found.num_done
+        wait_until(lambda: found.num_done > before + 1, "two more answers")
 
     threads = [threading.Thread(target=keep_asking) for _ in range(num_clients)]
     for thread in threads:
@@ -125,29 +156,45 @@ def storm(
     try:
         for name in victims:
             pause()
-            kill(service, name)
+            found.kills += kill(service, name)
         pause()
         if on_last is not None:
-            on_last(tally)
+            on_last(found)
     finally:
         is_over.set()
         for thread in threads:
-            thread.join(LONGEST_S + 10)
+            thread.join(2 * HANG_S)
     assert not any(thread.is_alive() for thread in threads), "a request hangs"
-    return tally
+    return found
 
 
-def kill(service: Service, name: str) -> None:
-    """Kills the role; one that is being started again just now is spared."""
-    try:
-        service.role(name).kill()
-    except (AssertionError, psutil.NoSuchProcess):
-        print(f"{name} was down already")
+def kill(service: Service, name: str) -> Iterator[Kill]:
+    """Kill the role; yield the log's entry, or nothing if it is being started again just now."""
+    with contextlib.suppress(AssertionError, psutil.NoSuchProcess):
+        victim = service.role(name)
+        created_s = victim.create_time()
+        stopped_s = time.monotonic()
+        victim.send_signal(signal.SIGSTOP)
+        ports = _client_ports(service, victim.pid) if name.startswith("frontend") else frozenset()
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.wait(HANG_S)
+        yield Kill(name, victim.pid, created_s, stopped_s, time.monotonic(), ports)
+
+
+def _client_ports(service: Service, pid: int) -> frozenset[int]:
+    """Return the ports of the clients whose connections this process holds; those that no process has taken from the
+    queue of the service's port yet have no owner and count as well."""
+    own_port = urlsplit(service.url).port
+    return frozenset(
+        each.raddr.port
+        for each in psutil.net_connections("tcp")
+        if each.laddr.port == own_port and each.raddr and each.pid in (pid, None)
+    )
 
 
 def is_whole(service: Service) -> bool:
     """Whether every role is there."""
     try:
-        return bool(httpx.get(f"{service.url}/health", timeout=5).json()["status"] == "ok")
+        return bool(httpx.get(f"{service.url}/health", timeout=HANG_S).json()["status"] == "ok")
     except (httpx.HTTPError, ValueError):
         return False

@@ -1,5 +1,5 @@
-"""Clients on a machine of a lab (machines_lab.py): they stream one answer after another until they are told to stop,
-and write down what became of each.
+"""Clients that stream answers and write down what each saw; as threads of a test (`ask`), or as a process on a machine
+of a lab (machines_lab.py), where they stream one answer after another until they are told to stop.
 
     clients = StreamClients(machine, "http://10.88.0.1:8000", bodies, num_clients=3)
     ...
@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from machines_lab import Machine
 
-GIVE_UP_S = 40.0  # without a byte: the answer hangs
+GIVE_UP_S = 120.0  # without a byte: the answer hangs
+HANGS = "connection: TimeoutError"  # how the error of such an answer begins
 
 
 @dataclass
@@ -37,6 +38,8 @@ class SeenAnswer:
 
     number: int
     began_s: float
+    connected_s: float | None = None  # None: no front end took the connection
+    port: int | None = None  # of the client's end of the connection
     ended_s: float = 0.0
     text: str = ""
     error: str | None = None
@@ -91,6 +94,8 @@ def ask(url: str, number: int, body: Mapping[str, Any]) -> SeenAnswer:
     last_s = seen.began_s
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=GIVE_UP_S)
     try:
+        connection.connect()
+        seen.connected_s, seen.port = time.monotonic(), connection.sock.getsockname()[1]
         connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}))
         reply = connection.getresponse()
         if reply.status != 200:

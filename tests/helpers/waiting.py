@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 HANG_S = 120.0
-_LOOK_EVERY_S = 0.01
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 
 
-def wait_until(holds: Callable[[], object], what: str, *, every_s: float = _LOOK_EVERY_S) -> None:
+def wait_until(holds: Callable[[], object], what: str) -> None:
     """Return when `holds()` is true. Raise AssertionError, which names what did not happen, after HANG_S."""
-    deadline_s = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not within {HANG_S:g} s: {what}"
-        time.sleep(every_s)
+    for pause_s in _pauses_s(what):
+        if holds():
+            return
+        time.sleep(pause_s)
 
 
-async def until(holds: Callable[[], object], what: str, *, every_s: float = _LOOK_EVERY_S) -> None:
+async def until(holds: Callable[[], object], what: str) -> None:
     """As wait_until(), while the event loop goes on."""
-    deadline_s = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not within {HANG_S:g} s: {what}"
-        await asyncio.sleep(every_s)
+    for pause_s in _pauses_s(what):
+        if holds():
+            return
+        await asyncio.sleep(pause_s)
+
+
+def _pauses_s(what: str) -> Iterator[float]:
+    """Yield growing pauses: what comes soon is seen soon, and waiting for long takes no processor time from others."""
+    began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    while time.monotonic() < began_s + HANG_S:
+        yield pause_s
+        pause_s = min(_LONGEST_PAUSE_S, 1.3 * pause_s)
+    raise AssertionError(f"not within {HANG_S:g} s: {what}")
