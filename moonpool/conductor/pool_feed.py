@@ -80,7 +80,7 @@ class PoolFeed:
             task.add_done_callback(self._promotions.discard)
 
     async def _follow(self, client: AsyncClient) -> None:
-        async with contextlib.aclosing(client.stream(Subscribe())) as batches:  # type: ignore[type-var]
+        async with contextlib.aclosing(client.stream(Subscribe())) as batches:
             last: int | None = None
             async for batch in batches:
                 self._apply(batch, last)

@@ -105,6 +105,11 @@ class Conductor:
         return PoolFeed(master, state.index, state.set_pool_nodes, name=self.config.name, duties=duties)
 
     @property
+    def state(self) -> ConductorState:
+        """What it knows and decides with, to look at."""
+        return self._state
+
+    @property
     def pool_connected(self) -> bool:
         return self._feed is not None and self._feed.connected
 

@@ -19,6 +19,7 @@ ON_CPU = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "4000", "-
 NUM_IDS = 1700
 
 
+@pytest.mark.soak  # the GPU benchmarks' own service; reuse across a restart is shown by tests/e2e/test_pool_reuse.py
 def test_requests_a_restart_and_conversations() -> None:
     one = prompt(1000, 1, NUM_IDS)
     with serving(*ON_CPU, shape="small") as service:

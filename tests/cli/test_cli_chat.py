@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.run_dirs import write_url
 from moonpool.launch.run_dir import RunDir
@@ -75,7 +76,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
 def chat(server: ThreadingHTTPServer, said: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     url = f"http://127.0.0.1:{server.server_address[1]}"
     command = [sys.executable, "-m", "moonpool", "chat", "--url", url, *arguments]
-    return subprocess.run(command, input=said, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, input=said, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_turns_are_remembered_and_measured(server: ThreadingHTTPServer) -> None:
@@ -133,9 +134,9 @@ def test_it_finds_the_service_on_this_machine(server: ThreadingHTTPServer) -> No
     command = [sys.executable, "-m", "moonpool", "chat"]
     url = f"http://127.0.0.1:{server.server_address[1]}"
     with running_services(url) as environment:
-        ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=60, env=environment)
+        ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=HANG_S, env=environment)
     assert (ran.returncode, ran.stdout) == (0, "message 1\n")
     with running_services(url, "http://127.0.0.1:1") as environment:
-        ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=60, env=environment)
+        ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=HANG_S, env=environment)
     assert ran.returncode == 1
     assert ran.stderr.startswith("moonpool chat: 2 services run on this machine; choose one with --url: http://")

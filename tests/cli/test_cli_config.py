@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from waiting import HANG_S
 
 from moonpool.base.config_file import ROLES, SERVE
 from moonpool.base.settings import Layer, Setting, Source, build, from_table, merge, settings_of
@@ -43,7 +44,7 @@ def moonpool(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     """Run the command in a process of its own, without variables of ours from outside."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
     command = [sys.executable, "-m", "moonpool", *arguments]
-    return subprocess.run(command, env=env | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env | environment, capture_output=True, text=True, timeout=HANG_S)
 
 
 def sample(setting: Setting) -> Any:
@@ -61,7 +62,8 @@ def sample(setting: Setting) -> Any:
 
 def here(command: str, *arguments: str, **environment: str) -> Any:
     """Run the command in this process, which takes less time than another one."""
-    runner = CliRunner(env={name: None for name in os.environ if name.startswith("MOONPOOL_")} | environment)
+    unset = dict.fromkeys(name for name in os.environ if name.startswith("MOONPOOL_"))
+    runner = CliRunner(env={**unset, **environment})
     return runner.invoke(build_app(command), [command, *arguments])
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.run_dirs import base_dir
 from moonpool.cli.doctor import (
@@ -70,7 +71,7 @@ WELL = {
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moonpool", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=os.environ | environment)
 
 
 def test_this_machine_in_json_and_its_exit_code() -> None:
@@ -85,17 +86,13 @@ def test_this_machine_in_json_and_its_exit_code() -> None:
     assert "cpu:0" in report["topology"]["net"]
 
 
-def test_it_is_quick_and_imports_no_torch() -> None:
+def test_it_imports_no_torch() -> None:  # and is quick: benchmarks/start_up.py
     code = "import sys; from moonpool.cli.main import main\ntry: main(['doctor'])\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules)"
-    begin = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert ran.returncode == 0, ran.stderr
     assert "Transports, fastest first" in ran.stdout
     assert "\x1b" not in ran.stdout  # no colours into a pipe
-    # Of work: a second here, and the machine may be busy with others'.
-    assert end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime < 3.0
 
 
 def test_a_machine_that_cannot_serve_is_exit_code_1_with_the_reason(tmp_path: Path) -> None:

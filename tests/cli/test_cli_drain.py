@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from waiting import HANG_S
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import NotFound
-from moonpool.base.rpc import RpcServer
+from moonpool.base.rpc import Call, RpcPeer, RpcServer
 from moonpool.cli.main import build_app
 from moonpool.conductor.messages import ConductorStatus, DrainWorker, Status, WorkerStatus
 
@@ -29,7 +31,10 @@ class QuickWorkers:
             model="m", block_tokens=64, num_pages=10, max_num_seqs=8, page_nbytes=1,
         )  # fmt: skip
         self.drains = 0
-        self.handlers = {Status: self._status, DrainWorker: self._drain}
+        self.handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
+            Status: self._status,
+            DrainWorker: self._drain,
+        }
 
     def _status(self, call: Status, peer: object) -> ConductorStatus:
         here = self.drains < self._leaves_at_drain
@@ -50,9 +55,9 @@ def served(conductor: QuickWorkers, folder: Path) -> Iterator[str]:
     thread.start()
     server = RpcServer(CONDUCTOR_SERVICE, conductor.handlers, name="conductor")
     try:
-        yield asyncio.run_coroutine_threadsafe(server.listen(f"unix:{folder}/conductor.sock"), loop).result(10)
+        yield asyncio.run_coroutine_threadsafe(server.listen(f"unix:{folder}/conductor.sock"), loop).result(HANG_S)
     finally:
-        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(HANG_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

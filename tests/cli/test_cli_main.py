@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 
 import pytest
 import typer
+from waiting import HANG_S
 
 from moonpool import __version__
 from moonpool.cli.main import COMMANDS, build_app, load_command
 
 
 def moonpool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "moonpool", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "moonpool", *arguments], capture_output=True, text=True, timeout=HANG_S
+    )
 
 
 def test_version() -> None:
@@ -22,18 +24,10 @@ def test_version() -> None:
     assert (ran.returncode, ran.stdout) == (0, f"moonpool {__version__}\n")
 
 
-def test_help_is_quick_and_names_every_command() -> None:
-    begin_s = children_cpu_s()
+def test_help_names_every_command() -> None:  # and is quick: benchmarks/start_up.py
     ran = moonpool("--help")
-    assert children_cpu_s() - begin_s < 1.0  # of work; the machine may be busy with others'
     assert ran.returncode == 0
     assert all(name in ran.stdout for name in COMMANDS)
-
-
-def children_cpu_s() -> float:
-    """What the processes that this one has waited for have computed."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
@@ -41,7 +35,7 @@ def test_no_command_needs_torch_to_explain_itself(command: str | None) -> None:
     arguments = ["--help"] if command is None else [command, "--help"]
     code = f"import sys; from moonpool.cli.main import main\ntry: main({arguments!r})\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert ran.returncode == 0, ran.stderr
     assert "Usage" in ran.stdout
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
 from moonpool.base.rpc import AsyncClient
@@ -52,7 +53,7 @@ def role(*arguments: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        process.wait(timeout=HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +93,8 @@ def moonpool(master: str, *arguments: str, data: bytes = b"") -> Ran:
 def test_as_a_process(master: str) -> None:
     environment = {**os.environ, "MOONPOOL_MASTER": master}
     put = [*MOONPOOL, "put", "-", "--key", "piped"]
-    subprocess.run(put, input=b"by hand", env=environment, timeout=60, check=True, capture_output=True)
-    got = subprocess.run([*MOONPOOL, "get", "piped"], env=environment, timeout=60, check=True, capture_output=True)
+    subprocess.run(put, input=b"by hand", env=environment, timeout=HANG_S, check=True, capture_output=True)
+    got = subprocess.run([*MOONPOOL, "get", "piped"], env=environment, timeout=HANG_S, check=True, capture_output=True)
     assert (got.stdout, got.stderr) == (b"by hand", b"")
     moonpool(master, "rm", "piped", "--force")
 
@@ -254,7 +255,7 @@ def test_progress_is_for_terminals(master: str, tmp_path: Path) -> None:
         while some := os.read(leader, 4096):
             shown += some
     os.close(leader)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=HANG_S) == 0
     assert b"put " in shown
     assert b"stored 9 MB as file" in shown
     moonpool(master, "rm", "file", "--force")
@@ -275,6 +276,6 @@ def test_no_master_is_one_line(tmp_path: Path) -> None:
 def test_without_an_address_the_running_service_is_looked_for(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "MOONPOOL_MASTER"}
     environment["XDG_RUNTIME_DIR"] = str(tmp_path)
-    ran = subprocess.run([*MOONPOOL, "stat"], env=environment, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([*MOONPOOL, "stat"], env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert ran.returncode == 1
     assert ran.stderr == "moonpool stat: no service runs on this machine; state the pool with --master ADDRESS\n"

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.units import format_nbytes
@@ -27,18 +28,16 @@ def runtime() -> Iterator[Path]:
 
 def refusal(runtime: Path, *arguments: str, address_space: int | None = None) -> str:
     """The one line that `moonpool serve` ends with, under `ulimit -v` if `address_space` bytes are given."""
-    begin_s = time.monotonic()
     ran = subprocess.run(
         [sys.executable, "-m", "moonpool", "serve", "--state-dir", str(runtime / "state"), *arguments],
         env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S / 2,  # a service that had started would go on
         preexec_fn=partial(limit_address_space, address_space),
     )
     assert ran.returncode == 1, ran.stderr
     assert ran.stdout == ""
-    assert time.monotonic() - begin_s < 30  # a second or two, were the machine ours alone
     assert [path.name for path in runtime.iterdir() if path.name.startswith("moonpool-")] == []
     (line,) = ran.stderr.splitlines()
     assert line.startswith("moonpool serve: ")
@@ -126,6 +125,11 @@ def test_a_worker_without_its_gpu() -> None:
     from moonpool.worker.build import build
     from moonpool.worker.config import WorkerConfig
 
-    addresses = {"address": "unix:/w", "conductor_address": "unix:/c", "master_address": "unix:/m", "run_dir": "/r"}
+    addresses: dict[str, Any] = {
+        "address": "unix:/w",
+        "conductor_address": "unix:/c",
+        "master_address": "unix:/m",
+        "run_dir": "/r",
+    }
     with pytest.raises(ConfigError, match=r"--device cuda cannot be used: torch .*--device cpu always works"):
         build(WorkerConfig(name="w", role="prefill", model="none", device="cuda", **addresses), incarnation=1)

@@ -15,12 +15,14 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 from rich.console import Console
+from waiting import HANG_S
 
 from moonpool.cli.top import StatusClient
 from moonpool.cli.top_view import SORTS, bar, levels, overview, sort_workers
@@ -43,9 +45,9 @@ class Terminal:
         os.close(slave)
         self.shown = ""
 
-    def read_until(self, text: str, timeout_s: float = 60.0) -> None:
+    def read_until(self, text: str) -> None:
         """Read what comes until `text` is on the screen."""
-        deadline, self.shown = time.monotonic() + timeout_s, ""
+        deadline, self.shown = time.monotonic() + HANG_S, ""
         while text not in self.shown:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.shown[-2000:]}"
             if select.select([self._master], [], [], 0.2)[0]:
@@ -63,9 +65,9 @@ class Terminal:
 
 
 @pytest.fixture
-async def cluster(tmp_path):
+async def cluster(tmp_path: Path) -> AsyncIterator[ToyCluster]:
     async with ToyCluster(tmp_path, expected_workers=("prefill0", "decode0", "decode9")) as cluster:
-        async with httpx.AsyncClient(base_url=cluster.url) as http:
+        async with cluster.client() as http:
             assert (await http.post("/v1/completions", json=BODY)).status_code == 200
         yield cluster
 
@@ -75,10 +77,10 @@ def command(cluster: ToyCluster, *options: str) -> list[str]:
 
 
 async def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return await asyncio.to_thread(subprocess.run, arguments, capture_output=True, text=True, timeout=60)
+    return await asyncio.to_thread(subprocess.run, arguments, capture_output=True, text=True, timeout=HANG_S)
 
 
-async def test_keys_in_a_terminal(cluster):
+async def test_keys_in_a_terminal(cluster: ToyCluster) -> None:
     terminal = Terminal(*command(cluster))
 
     def drive() -> int:
@@ -95,7 +97,7 @@ async def test_keys_in_a_terminal(cluster):
         terminal.press("w")
         terminal.read_until("sorted by running")
         terminal.press("q")
-        return terminal.process.wait(30)
+        return terminal.process.wait(HANG_S)
 
     try:
         assert await asyncio.to_thread(drive) == 0
@@ -103,7 +105,7 @@ async def test_keys_in_a_terminal(cluster):
         terminal.close()
 
 
-async def test_once_and_json(cluster):
+async def test_once_and_json(cluster: ToyCluster) -> None:
     shown = await run(*command(cluster, "--once"))
     assert (shown.returncode, shown.stderr) == (0, "")
     assert f"Moonpool {MODEL}, policy cost" in shown.stdout
@@ -112,24 +114,24 @@ async def test_once_and_json(cluster):
     assert json.loads(as_json.stdout)["model"] == MODEL
 
 
-async def test_a_front_end_that_is_not_there_is_one_line():
+async def test_a_front_end_that_is_not_there_is_one_line() -> None:
     shown = await run(sys.executable, "-m", "moonpool", "top", "--once", "--url", "http://127.0.0.1:9")
     assert shown.returncode == 1
     assert shown.stderr.startswith("moonpool top: no front end answers at http://127.0.0.1:9")
     assert shown.stderr.count("\n") == 1
 
 
-def row(name: str, **fields: int) -> WorkerRow:
+def row(name: str, **fields: Any) -> WorkerRow:
     return WorkerRow(name=name, role="decode", machine="m", is_up=True, num_pages=100, **fields)
 
 
-def test_workers_in_order():
+def test_workers_in_order() -> None:
     rows = [row("a", num_waiting=1), row("b", num_running=5), row("c", used_pages=50)]
     first = {sort: sort_workers(rows, sort)[0].name for sort in SORTS}
     assert first == {"name": "a", "running": "b", "queue": "a", "pages": "c"}
 
 
-def test_bars_and_levels():
+def test_bars_and_levels() -> None:
     assert bar([(50, "red"), (25, "blue")], 100, 20).plain == "█" * 15 + "·" * 5
     assert bar([(5, "red")], 0, 4).plain == "····"
     assert levels([0, 4, 8]) == " ▄█"
@@ -137,7 +139,7 @@ def test_bars_and_levels():
     assert levels([0, 0]) == "  "
 
 
-async def test_it_fits_80_columns(cluster):
+async def test_it_fits_80_columns(cluster: ToyCluster) -> None:
     with closing(StatusClient(cluster.url, None)) as client:
         status = await asyncio.to_thread(client.status)
     console = Console(width=80, record=True, file=io.StringIO())

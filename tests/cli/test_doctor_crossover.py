@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from moonpool.conductor.messages import ConductorStatus, FetchOrCompute, Predict
 from moonpool.conductor.service import Conductor, ConductorConfig
 
 
-def status(**fields: object) -> ConductorStatus:
+def status(**fields: Any) -> ConductorStatus:
     return ConductorStatus(workers=(), pool_blocks=0, pool_connected=True, counters={}, **fields)
 
 

@@ -171,6 +171,7 @@ class World:
     def _prefilled(self, job: Job, now_s: float) -> None:
         job.ttft_s = now_s - job.arrived_s
         server = job.decode
+        assert server is not None
         server.coming -= 1
         server.coming_tokens -= job.num_tokens
         verdict = self.admission.before_decode(job.num_tokens, [server.now()], now_s)
@@ -212,7 +213,8 @@ def saw_tooth(low: float, high: float, period_s: float) -> Callable[[float], flo
 
 def arrivals(rate: Callable[[float], float], peak: float, duration_s: float, seed: int) -> list[Job]:
     """Poisson at a rate that changes and is nowhere above peak; lengths are log-normal with long tails."""
-    draw, now_s, jobs = random.Random(seed), 0.0, []
+    draw, now_s = random.Random(seed), 0.0
+    jobs: list[Job] = []
     while now_s < duration_s:
         now_s += draw.expovariate(peak)
         num_tokens = min(120_000, 200 + int(draw.lognormvariate(8.5, 0.9)))

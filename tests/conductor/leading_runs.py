@@ -1,4 +1,4 @@
-"""The leading runs of a prefix index by worker name, as tests compare them."""
+"""What tests see of a prefix index: the leading runs by worker name, and its size."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
 
 def leading_blocks(index: PrefixIndex, keys: Sequence[bytes]) -> tuple[int, dict[str, int]]:
     """Return the pool's run and every worker's."""
-    among = sum(part.bit for part in index._workers.values())
-    leading = index.leading(fingerprints(keys), among)
-    return leading.pool, {name: leading.run_of(part.slot) for name, part in index._workers.items()}
+    workers = index._workers
+    leading = index.leading(fingerprints(keys), sum(part.bit for part in workers.values()))
+    return leading.pool, {name: leading.run_of(part.slot) for name, part in workers.items()}
+
+
+def num_keys(index: PrefixIndex) -> int:
+    return sum(map(len, index._shards))
+
+
+def num_slots(index: PrefixIndex) -> int:
+    return index._slots.num_slots

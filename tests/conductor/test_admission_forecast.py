@@ -32,8 +32,11 @@ MOMENTS = st.floats(0, 5000, allow_nan=False)
 
 
 @given(st.lists(st.tuples(MOMENTS, st.integers(1, 1 << 60))), st.lists(MOMENTS, min_size=1), st.randoms())
-def test_sums_are_those_of_a_scan_after_any_adding_and_taking_away(entries, asked, draw) -> None:
-    sums, kept = TimeSums(), []
+def test_sums_are_those_of_a_scan_after_any_adding_and_taking_away(
+    entries: list[tuple[float, int]], asked: list[float], draw: random.Random
+) -> None:
+    sums = TimeSums()
+    kept: list[tuple[float, int]] = []
     for at_s, weight in entries:
         sums.add(at_s, weight)
         kept.append((at_s, weight))
@@ -83,7 +86,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.randoms())
-def test_the_papers_forecast_is_that_of_a_scan(steps, draw) -> None:
+def test_the_papers_forecast_is_that_of_a_scan(steps: list[tuple[str, float, float, int]], draw: random.Random) -> None:
     fast, slow, now_s = SystemForecast(initial_decode_s=7.0), NaiveForecast(), 0.0
     for number, (kind, passed_s, ahead_s, kv) in enumerate(steps):
         now_s += passed_s
@@ -127,8 +130,9 @@ def test_the_decode_time_starts_as_told_and_follows_what_is_measured() -> None:
 @given(
     st.lists(st.tuples(st.floats(0, 300), st.floats(0, 300), st.integers(0, 9000), st.integers(1, 3000)), max_size=60)
 )
-def test_who_decodes_now_is_counted_now_and_fewer_of_them_later(steps) -> None:
+def test_who_decodes_now_is_counted_now_and_fewer_of_them_later(steps: list[tuple[float, float, int, int]]) -> None:
     forecast, now_s = RequestForecast(0.05), 0.0
+    still_open = forecast._open
     for number, (passed_s, ahead_s, kv, max_tokens) in enumerate(steps):
         now_s += passed_s
         forecast.expect(ExpectedDecode(f"r{number}", now_s + ahead_s, kv, max_tokens, "t"), now_s)
@@ -136,14 +140,14 @@ def test_who_decodes_now_is_counted_now_and_fewer_of_them_later(steps) -> None:
             forecast.join(f"r{number // 2}", now_s)
         if number % 5 == 0:
             forecast.end(f"r{number // 4}", now_s, output_tokens=number)
-        decoding = [one.request.kv_tokens for one in forecast._open.values() if one.joined]
+        decoding = [one.request.kv_tokens for one in still_open.values() if one.joined]
         assert forecast.at(now_s, now_s) == DecodeLoad(len(decoding), sum(decoding))  # however long they take
         expected = sum(
-            1 for one in forecast._open.values() if one.joined or step_of(one.starts_s) <= step_of(now_s + ahead_s)
+            1 for one in still_open.values() if one.joined or step_of(one.starts_s) <= step_of(now_s + ahead_s)
         )
-        late = len(forecast._open) - len(decoding)
+        late = len(still_open) - len(decoding)
         assert 0 <= forecast.at(now_s + ahead_s, now_s).num_seqs <= expected + late
-    for request_id in list(forecast._open):
+    for request_id in list(still_open):
         forecast.end(request_id, now_s)
     assert forecast.at(now_s + 10, now_s) == DecodeLoad(0, 0)
     assert all(not group._coming.any() and not group._decoding.any() for group in forecast._groups.values())
@@ -151,7 +155,8 @@ def test_who_decodes_now_is_counted_now_and_fewer_of_them_later(steps) -> None:
 
 def population(forecast: RequestForecast, seed: int, until_s: float) -> dict[str, float]:
     """Answers of very different lengths at a steady rate; what is open at the end and when it will be over."""
-    draw, now_s, ends, number = random.Random(seed), 0.0, {}, 0
+    draw, now_s, number = random.Random(seed), 0.0, 0
+    ends: dict[str, tuple[float, int]] = {}
     while now_s < until_s:
         now_s += draw.expovariate(10.0)
         for name in [name for name, (at_s, _) in ends.items() if at_s <= now_s]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,7 +91,7 @@ ARRIVALS = st.lists(st.tuples(st.floats(0, 5), st.floats(0, 30), st.integers(1, 
 
 @given(ARRIVALS, st.integers(1, 4), st.floats(0, 4.9))
 def test_paper_counts_who_has_joined_by_then_and_leaves_out_who_has_decoded_for_the_one_decode_time(
-    arrivals, num_workers: int, own_s: float
+    arrivals: list[tuple[float, float, int, bool]], num_workers: int, own_s: float
 ) -> None:
     """The paper's rule, request by request: at the end of this prefill, those whose prefill ends by then decode, those
     that have decoded for t_d or longer do not; the load is the mean TBT over the decode workers / the target."""
@@ -166,9 +168,10 @@ def test_without_targets_everything_is_let_in() -> None:
         one = Admission(AdmissionConfig(form), step_s, forecast_of(99))
         assert isinstance(one.at_arrival(10**6, [PrefillNow(99.0, 99.0)], FULL, 1.0), AdmittedRequest)
         assert isinstance(one.before_decode(10**6, FULL, 1.0), AdmittedRequest)
-    for wrong in ({"ttft_slo_s": 0.0}, {"tbt_slo_s": float("nan")}):
+    wrong: list[dict[str, Any]] = [{"ttft_slo_s": 0.0}, {"tbt_slo_s": float("nan")}]
+    for settings in wrong:
         with pytest.raises(ConfigError):
-            AdmissionConfig(**wrong)
+            AdmissionConfig(**settings)
 
 
 @given(
@@ -178,7 +181,9 @@ def test_without_targets_everything_is_let_in() -> None:
     st.integers(1, 90_000),
     st.integers(0, 60),
 )
-def test_load_above_one_and_refusal_are_the_same_thing(form, prefills, decodes, num_tokens, joined) -> None:
+def test_load_above_one_and_refusal_are_the_same_thing(
+    form: AdmissionForm, prefills: list[PrefillNow], decodes: list[DecodeNow], num_tokens: int, joined: int
+) -> None:
     forecast = forecast_of(joined)
     one = Admission(AdmissionConfig(form, 5.0, 0.1), step_s, forecast)
     verdict = one.at_arrival(num_tokens, prefills, decodes, 1.0)

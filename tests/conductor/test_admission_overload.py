@@ -77,7 +77,8 @@ def test_the_same_seed_gives_the_same_outcome() -> None:
 def calm_waits(flood_rate: float, seed: int) -> list[float]:
     """Waits, in order of size, of a calm tenant's requests for a prefill server, beside a tenant that floods."""
     draw, queue = random.Random(seed), AdmissionQueue(QueueConfig(capacity=200))
-    free_s, offered_s, waits = [0.0] * NUM_PREFILLS, {}, []
+    free_s, waits = [0.0] * NUM_PREFILLS, []
+    offered_s: dict[str, float] = {}
     both, now_s = flood_rate + 2.0, 0.0
     for number in range(int(both * DURATION_S)):
         now_s += draw.expovariate(both)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.base.errors import AlreadyExists, ConfigError
 from moonpool.conductor.admission.fairness import FairTurns
-from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, WaitingRequest
+from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, QueueRefusal, WaitingRequest
 
 
 def yes(_: WaitingRequest) -> bool:
@@ -38,8 +40,16 @@ OPERATIONS = st.lists(
 )
 
 
+Operation: TypeAlias = tuple[str, float, str, int, float, float | None]
+
+
+def refused(turned: QueueRefusal | None) -> QueueRefusal:
+    assert turned is not None
+    return turned
+
+
 @given(OPERATIONS, st.integers(1, 8))
-def test_each_request_leaves_exactly_once_and_the_bound_holds(operations, capacity: int) -> None:
+def test_each_request_leaves_exactly_once_and_the_bound_holds(operations: list[Operation], capacity: int) -> None:
     queue, now_s = AdmissionQueue(QueueConfig(capacity=capacity, ageing_s=3.0)), 0.0
     inside: dict[str, WaitingRequest] = {}
     left: set[str] = set()
@@ -93,7 +103,9 @@ WORKS = st.lists(st.floats(0.01, 10), min_size=1, max_size=40)
 
 
 @given(WORKS, WORKS, WORKS)
-def test_service_of_two_that_wait_differs_by_one_request_each(first, second, third) -> None:
+def test_service_of_two_that_wait_differs_by_one_request_each(
+    first: list[float], second: list[float], third: list[float]
+) -> None:
     queue, works = AdmissionQueue(QueueConfig(capacity=1000)), {"a": first, "b": second, "c": third}
     for tenant, values in works.items():
         for number, work_s in enumerate(values):
@@ -114,8 +126,8 @@ def test_a_flooding_tenant_delays_itself_only() -> None:
     queue = AdmissionQueue(QueueConfig(capacity=50))
     for number in range(50):
         queue.offer(WaitingRequest(f"flood{number}", "flood", 1.0), 0.0)
-    assert queue.offer(WaitingRequest("flood50", "flood", 1.0), 0.0).request.request_id == "flood50"
-    turned = queue.offer(WaitingRequest("calm", "calm", 1.0), 1.0)
+    assert refused(queue.offer(WaitingRequest("flood50", "flood", 1.0), 0.0)).request.request_id == "flood50"
+    turned = refused(queue.offer(WaitingRequest("calm", "calm", 1.0), 1.0))
     assert turned.request.request_id == "flood49"  # its own newest, although the queue was full
     assert "gave way to one of a tenant with fewer" in turned.reason
     assert "calm" in [one.request_id for one in drain(queue, 1.0, 2)]
@@ -162,18 +174,18 @@ def test_higher_priority_first_and_the_lowest_newest_gives_way() -> None:
     queue = AdmissionQueue(QueueConfig(capacity=3))
     for name, priority in (("old", 0), ("new", 0), ("mid", 1)):
         assert queue.offer(WaitingRequest(name, "t", 1.0, priority), 0.0) is None
-    turned = queue.offer(WaitingRequest("high", "t", 1.0, 5), 0.0)
+    turned = refused(queue.offer(WaitingRequest("high", "t", 1.0, 5), 0.0))
     assert (turned.request.request_id, turned.request.priority) == ("new", 0)
     assert "gave way to one of higher priority" in turned.reason
-    refused = queue.offer(WaitingRequest("low", "t", 1.0, -1), 0.0)
-    assert refused.request.request_id == "low"
-    assert refused.reason == "3 requests are waiting already, the most that may wait"
+    low = refused(queue.offer(WaitingRequest("low", "t", 1.0, -1), 0.0))
+    assert low.request.request_id == "low"
+    assert low.reason == "3 requests are waiting already, the most that may wait"
     assert [one.request_id for one in queue.pop_ready(0.0, yes)] == ["high", "mid", "old"]
 
 
 def test_a_request_that_cannot_be_in_time_is_told_at_once() -> None:
     queue = AdmissionQueue(QueueConfig())
-    assert queue.offer(WaitingRequest("late", "t", 1.0, start_by_s=4.0), 5.0).request.request_id == "late"
+    assert refused(queue.offer(WaitingRequest("late", "t", 1.0, start_by_s=4.0), 5.0)).request.request_id == "late"
     queue.offer(WaitingRequest("b", "t", 2.0, start_by_s=9.0), 5.0)
     queue.offer(WaitingRequest("a", "t", 2.0, start_by_s=8.0), 5.0)
     assert queue.next_event_s() == 8.0
@@ -201,13 +213,13 @@ def test_retry_after_follows_the_measured_rate() -> None:
     queue = AdmissionQueue(QueueConfig(capacity=100))
     for number in range(100):
         queue.offer(WaitingRequest(f"r{number}", "t", 1.0), 0.0)
-    first = queue.offer(WaitingRequest("x", "t", 1.0), 0.0)
+    first = refused(queue.offer(WaitingRequest("x", "t", 1.0), 0.0))
     assert first.retry_after_s == pytest.approx(101)  # one worker's pace until measured
     for second in range(1, 21):
         assert len(drain(queue, float(second), 4)) == 4
     for number in range(80):
         queue.offer(WaitingRequest(f"s{number}", "t", 1.0), 20.0)
-    later = queue.offer(WaitingRequest("y", "t", 1.0), 20.0)
+    later = refused(queue.offer(WaitingRequest("y", "t", 1.0), 20.0))
     assert 101 / 4 < later.retry_after_s < 101 / 3
 
 

@@ -10,9 +10,10 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from watched_status import until_status
+
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.rpc import AsyncClient, SilenceLimits
-from moonpool.conductor.messages import Status
 from moonpool.conductor.service import Conductor, ConductorConfig
 
 SILENCE_LIMITS = SilenceLimits(ping_interval_s=0.1, silence_limit_s=1.5)
@@ -30,10 +31,8 @@ async def worker(address: str, name: str) -> AsyncIterator[asyncio.subprocess.Pr
         await process.wait()
 
 
-async def until_workers(observer: AsyncClient, names: set[str], within_s: float) -> None:
-    async with asyncio.timeout(within_s):
-        while {one.info.name for one in (await observer.call(Status())).workers} != names:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+async def until_workers(observer: AsyncClient, names: set[str]) -> None:
+    await until_status(observer, lambda status: {one.info.name for one in status.workers} == names)
 
 
 async def test_a_frozen_worker_is_forgotten_and_registers_again(tmp_path: Path) -> None:
@@ -42,13 +41,13 @@ async def test_a_frozen_worker_is_forgotten_and_registers_again(tmp_path: Path) 
     observer = await AsyncClient.connect(address, CONDUCTOR_SERVICE, silence_limits=SILENCE_LIMITS)
     try:
         async with worker(address, "p0") as frozen, worker(address, "p1"):
-            await until_workers(observer, {"p0", "p1"}, within_s=20)
+            await until_workers(observer, {"p0", "p1"})
             frozen.send_signal(signal.SIGSTOP)
             stopped_s = time.monotonic()
-            await until_workers(observer, {"p1"}, within_s=SILENCE_LIMITS.silence_limit_s + 5)
+            await until_workers(observer, {"p1"})
             assert time.monotonic() - stopped_s > SILENCE_LIMITS.silence_limit_s / 2  # by silence, not by the signal
             frozen.send_signal(signal.SIGCONT)
-            await until_workers(observer, {"p0", "p1"}, within_s=20)
+            await until_workers(observer, {"p0", "p1"})
     finally:
         observer.close()
         await conductor.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from watched_status import until_status
 from worker_info import info
 
 from moonpool.base.cluster import (
@@ -85,7 +87,7 @@ class Cluster:
         self._clients.append(await AsyncClient.connect(self.address, CONDUCTOR_SERVICE))
         return self._clients[-1]
 
-    async def worker(self, name: str, **changes: object) -> AsyncClient:
+    async def worker(self, name: str, **changes: Any) -> AsyncClient:
         client = await self.connect()
         await client.call(RegisterWorker(info(name, **changes)))
         return client
@@ -93,12 +95,8 @@ class Cluster:
     async def status(self) -> ConductorStatus:
         return await (self._clients or [await self.connect()])[0].call(Status())
 
-    async def until(self, condition: Callable[[ConductorStatus], bool]) -> ConductorStatus:
-        observer = await self.connect()
-        async with asyncio.timeout(5):
-            while not condition(status := await observer.call(Status())):  # noqa: ASYNC110 - asked over the wire
-                await asyncio.sleep(0.01)
-        return status
+    async def until_status(self, condition: Callable[[ConductorStatus], bool]) -> ConductorStatus:
+        return await until_status(await self.connect(), condition)
 
     async def close(self) -> None:
         for client in self._clients:
@@ -106,7 +104,7 @@ class Cluster:
         await self.conductor.close()
 
 
-def route(request_id: str, **fields: object) -> Route:
+def route(request_id: str, **fields: Any) -> Route:
     return Route(request_id=request_id, keys=KEYS, num_tokens=645, max_tokens=16, **fields)
 
 
@@ -114,7 +112,7 @@ def assigned(status: ConductorStatus) -> dict[str, int]:
     return {one.info.name: one.assigned for one in status.workers}
 
 
-async def start(tmp_path: Path, **settings: object) -> Cluster:
+async def start(tmp_path: Path, **settings: Any) -> Cluster:
     conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock", **settings))
     return Cluster(conductor, await conductor.start())
 
@@ -164,7 +162,7 @@ async def test_a_worker_is_gone_with_its_connection(cluster: Cluster) -> None:
     await cluster.worker("d0")
     await front_end.call(route("r1"))
     p0.close()
-    status = await cluster.until(lambda status: len(status.workers) == 1)
+    status = await cluster.until_status(lambda status: len(status.workers) == 1)
     assert assigned(status) == {"d0": 1}
     with pytest.raises(Unavailable):
         await front_end.call(route("r1", exclude=("p0",)))
@@ -177,7 +175,7 @@ async def test_a_new_incarnation_replaces_the_old_one(cluster: Cluster) -> None:
     old = await cluster.worker("p0")
     await cluster.worker("p0", incarnation=2)
     old.close()
-    await cluster.until(lambda status: [one.info.incarnation for one in status.workers] == [2])
+    await cluster.until_status(lambda status: [one.info.incarnation for one in status.workers] == [2])
     other = await cluster.worker("d0")
     with pytest.raises(NotFound):
         await other.call(ReportWorker(name="p0", incarnation=1, sequence=1, load=WorkerLoad()))
@@ -191,7 +189,7 @@ async def test_a_front_end_is_gone_with_its_connection(cluster: Cluster) -> None
     await one.call(route("r2"))
     await two.call(route("r3"))
     one.close()
-    await cluster.until(lambda status: assigned(status) == {"p0": 1, "d0": 1})
+    await cluster.until_status(lambda status: assigned(status) == {"p0": 1, "d0": 1})
     assert [record.outcome for record in await two.call(Records(limit=3))] == ["abandoned", "abandoned", "open"]
 
 
@@ -236,19 +234,19 @@ async def test_follows_the_pool_and_its_restarts(tmp_path: Path) -> None:
 
     store = EventStore(OBJECTS[:5])
     await store.listen(address)
-    await cluster.until(lambda status: status.pool_connected and status.pool_blocks == 5)
+    await cluster.until_status(lambda status: status.pool_connected and status.pool_blocks == 5)
     store.say(EventBatch(sequence=2, stored=OBJECTS[5:8], removed=OBJECTS[:1]))
     store.say(EventBatch(sequence=3, stored=OBJECTS[:1]))
-    await cluster.until(lambda status: status.pool_blocks == 8)
+    await cluster.until_status(lambda status: status.pool_blocks == 8)
     assert (await front_end.call(route("r2"))).pool_blocks == 8
 
     await store.close()
-    await cluster.until(lambda status: not status.pool_connected and status.pool_blocks == 0)
+    await cluster.until_status(lambda status: not status.pool_connected and status.pool_blocks == 0)
     assert (await front_end.call(route("r3"))).pool_blocks == 0
 
     store = EventStore(OBJECTS[:2])
     await store.listen(address)
-    await cluster.until(lambda status: status.pool_connected and status.pool_blocks == 2)
+    await cluster.until_status(lambda status: status.pool_connected and status.pool_blocks == 2)
     await cluster.close()
     await store.close()
 
@@ -256,10 +254,10 @@ async def test_follows_the_pool_and_its_restarts(tmp_path: Path) -> None:
 async def test_a_gap_in_the_pools_events_starts_afresh(tmp_path: Path) -> None:
     store = EventStore(OBJECTS[:5])
     cluster = await start(tmp_path, store_address=await store.listen("tcp:127.0.0.1:0"))
-    await cluster.until(lambda status: status.pool_connected)
+    await cluster.until_status(lambda status: status.pool_connected)
     store.stored = OBJECTS
     store.say(EventBatch(sequence=9, removed=OBJECTS[:5]))
-    await cluster.until(lambda status: status.pool_blocks == 10)
+    await cluster.until_status(lambda status: status.pool_blocks == 10)
     assert store.subscriptions == 2
     await cluster.close()
     await store.close()
@@ -276,10 +274,10 @@ async def test_the_address_may_be_taken(cluster: Cluster) -> None:
 async def test_the_pool_says_why_a_block_was_missed_but_only_when_somebody_asks(tmp_path: Path) -> None:
     store = EventStore(OBJECTS[:7])
     cluster = await start(tmp_path, store_address=await store.listen(f"unix:{tmp_path}/s.sock"))
-    cluster.conductor._state.costs.learn(pulls=[PullSample(1 << 20, 2e-3)])
+    cluster.conductor.state.costs.learn(pulls=[PullSample(1 << 20, 2e-3)])
     await cluster.worker("p0")
     await cluster.worker("d0")
-    await cluster.until(lambda status: status.pool_blocks == 7)
+    await cluster.until_status(lambda status: status.pool_blocks == 7)
     front_end = await cluster.connect()
     await front_end.call(route("r1"))
     await front_end.call(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -38,7 +39,11 @@ def measured(*terms: float) -> LearnedCost:
     return model
 
 
-def costs(prefill=(0.01, 1e-3, 1e-8, 1e-6), transfer=(1e-3, 1e-9), ssd=(2e-3, 4e-9)) -> CostModels:
+def costs(
+    prefill: tuple[float, ...] = (0.01, 1e-3, 1e-8, 1e-6),
+    transfer: tuple[float, ...] = (1e-3, 1e-9),
+    ssd: tuple[float, ...] = (2e-3, 4e-9),
+) -> CostModels:
     return CostModels(measured(*prefill), transfer=measured(*transfer), transfer_ssd=measured(*ssd))
 
 
@@ -64,7 +69,18 @@ IDLE = (Decode(),)
 class World:
     """Workers p0, p1, ... and d0, d1, ... and one prompt."""
 
-    def __init__(self, prefills, decodes=IDLE, *, pool=0, on_ssd=(), num_blocks=20, costs=COSTS, layers=1, step=0):
+    def __init__(
+        self,
+        prefills: Sequence[Prefill],
+        decodes: Sequence[Decode] = IDLE,
+        *,
+        pool: int = 0,
+        on_ssd: Iterable[int] = (),
+        num_blocks: int = 20,
+        costs: CostModels = COSTS,
+        layers: int = 1,
+        step: int = 0,
+    ) -> None:
         self.table, self.decodes = PrefillTable(), DecodeTable()
         groups: dict[int, int] = {}
         for slot, one in enumerate(prefills):
@@ -74,9 +90,9 @@ class World:
                 backlog.add(str(number), one.queue_s / one.assigned, 0.0)
             self.table.update(slot, backlog)
             groups[one.local] = groups.get(one.local, 0) | 1 << slot
-        for slot, one in enumerate(decodes):
-            self.decodes.add(slot, f"d{slot}", one.max_num_seqs)
-            self.decodes.update(slot, one.num_seqs, one.kv_tokens, one.free_pages)
+        for slot, decode in enumerate(decodes):
+            self.decodes.add(slot, f"d{slot}", decode.max_num_seqs)
+            self.decodes.update(slot, decode.num_seqs, decode.kv_tokens, decode.free_pages)
         self.traffic = Traffic()
         self.costs = costs
         demand = PlacementRequest(num_blocks * BLOCK, 16, BLOCK, 1 << 20, layers, step)
@@ -84,11 +100,11 @@ class World:
         prices = Pricing(demand, leading, costs, self.traffic)
         self.inputs = PlacementInput(demand, leading, self.table.wait_s(0.0), self.table, prices, self.traffic)
 
-    def chooser(self, **config) -> Chooser:
-        config = PolicyConfig(**config)
+    def chooser(self, **settings: Any) -> Chooser:
+        config = PolicyConfig(**settings)
         return Chooser(make_policy(config, random.Random(config.seed)))
 
-    def choose(self, chooser: Chooser | None = None, **config) -> PlacementChoice:
+    def choose(self, chooser: Chooser | None = None, **config: Any) -> PlacementChoice:
         return (chooser or self.chooser(**config)).choose(self.inputs, self.decodes, (), WorkerKinds(self.costs))
 
 
@@ -100,9 +116,11 @@ WEIGHING = st.sampled_from(["local", "paper", "cost"])
 
 
 @given(PREFILLS, DECODES, st.integers(0, 20), st.floats(1, 8), WEIGHING)
-def test_the_choice_is_the_minimum(prefills, decodes, pool, threshold, policy) -> None:
+def test_the_choice_is_the_minimum(
+    prefills: list[Prefill], decodes: list[Decode], pool: int, threshold: float, policy: str
+) -> None:
     world = World(prefills, decodes, pool=pool, layers=30)
-    config = {"name": policy, "kvcache_balancing_threshold": threshold, "num_candidates": 20}
+    config: dict[str, Any] = {"name": policy, "kvcache_balancing_threshold": threshold, "num_candidates": 20}
     choice = world.choose(tie_slack=0.0, **config)
     assert choice.prefill.ttft_s == pytest.approx(min(one.ttft_s for one in choice.candidates))
     assert sorted(one.worker for one in choice.candidates) == [f"p{slot}" for slot in range(len(prefills))]
@@ -112,7 +130,9 @@ def test_the_choice_is_the_minimum(prefills, decodes, pool, threshold, policy) -
 
 
 @given(PREFILLS, st.integers(0, 20), st.sets(st.integers(0, 19)), st.integers(1, 30))
-def test_cost_is_never_slower_than_without_the_pool(prefills, pool, on_ssd, layers) -> None:
+def test_cost_is_never_slower_than_without_the_pool(
+    prefills: list[Prefill], pool: int, on_ssd: set[int], layers: int
+) -> None:
     world = World(prefills, pool=pool, on_ssd=sorted(at for at in on_ssd if at < pool), layers=layers)
     ours = world.choose(name="cost", tie_slack=0.0).prefill
     for other in ("local", "paper"):
@@ -121,7 +141,7 @@ def test_cost_is_never_slower_than_without_the_pool(prefills, pool, on_ssd, laye
 
 @given(st.integers(0, 20), st.integers(0, 20), st.floats(1, 8))
 def test_paper_pulls_exactly_when_the_ratio_is_over_the_threshold(local: int, pool: int, threshold: float) -> None:
-    config = {"name": "paper", "kvcache_balancing_threshold": threshold}
+    config: dict[str, Any] = {"name": "paper", "kvcache_balancing_threshold": threshold}
     one = World([Prefill(local, 1.5, 1)], pool=pool).choose(**config).prefill
     if pool > threshold * local:
         assert one.pulled_blocks == pool - local
@@ -144,7 +164,9 @@ RATE = st.floats(1e-11, 1e-6)
     st.integers(1, 64),
     st.sampled_from([0, 100, 512, 5000]),
 )
-def test_cost_pulls_the_best_number_of_blocks(prefill, transfer, local, pool, layers, step) -> None:
+def test_cost_pulls_the_best_number_of_blocks(
+    prefill: tuple[float, ...], transfer: tuple[float, ...], local: int, pool: int, layers: int, step: int
+) -> None:
     world = World([Prefill(local)], pool=pool, costs=costs(prefill, transfer), layers=layers, step=step)
     found = world.choose(name="cost").prefill
     each = [
@@ -291,7 +313,9 @@ def _twice(world: World, policy: str) -> list[Chooser]:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @given(PREFILLS, st.integers(0, 20))
-def test_every_policy_finds_an_open_worker_and_says_what_it_expects(policy, prefills, pool) -> None:
+def test_every_policy_finds_an_open_worker_and_says_what_it_expects(
+    policy: str, prefills: list[Prefill], pool: int
+) -> None:
     world = World(prefills, pool=pool)
     world.inputs.queue_s[:-1] = np.inf
     if len(prefills) < len(world.inputs.queue_s):
@@ -334,7 +358,7 @@ def test_equal_decode_workers_take_turns() -> None:
 
 
 @given(DECODES)
-def test_the_decode_worker_is_the_minimum_of_those_with_room(decodes) -> None:
+def test_the_decode_worker_is_the_minimum_of_those_with_room(decodes: list[Decode]) -> None:
     choice = World([Prefill()], decodes).choose()
     pages = -(-(20 * BLOCK + 16) // BLOCK)
 
@@ -343,7 +367,9 @@ def test_the_decode_worker_is_the_minimum_of_those_with_room(decodes) -> None:
         return full, COSTS.decode_step_s(one.num_seqs + 1, one.kv_tokens + 20 * BLOCK)
 
     full, predicted_s = rank(decodes[choice.decode_slot])
-    assert (full, predicted_s) == (min(map(rank, decodes))[0], pytest.approx(min(map(rank, decodes))[1], abs=1e-6))
+    least_full, least_s = min(map(rank, decodes))
+    assert full == least_full
+    assert predicted_s == pytest.approx(least_s, abs=1e-6)
     assert choice.tbt_s == pytest.approx(predicted_s)
 
 
@@ -373,7 +399,7 @@ def test_no_workers() -> None:
         {"queue_timeout_s": 0.0},
     ],
 )
-def test_bad_configuration(values: dict[str, float]) -> None:
+def test_bad_configuration(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         PolicyConfig(**values)
 

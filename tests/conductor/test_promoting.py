@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from store_pool import MIB, LocalPool
+from waiting import HANG_S, until, wait_until
+from watched_status import until_status
 from worker_info import info
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE, PrefillSample, PullSample, RegisterWorker, ReportWorker, WorkerLoad
 from moonpool.base.keys import chain_keys, object_key
 from moonpool.base.rpc import AsyncClient
-from moonpool.conductor.messages import Decision, PrefillEnded, Route, Status
+from moonpool.conductor.messages import Decision, PrefillEnded, Route
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
 from moonpool.conductor.request_queue import RequestQueue
@@ -76,12 +78,6 @@ def pool(tmp_path: Path) -> Iterator[LocalPool]:
     pool.close()
 
 
-async def until_waiting(client: AsyncClient, count: int) -> None:
-    async with asyncio.timeout(30):
-        while (await client.call(Status())).num_waiting != count:  # noqa: ASYNC110 - asked over the wire
-            await asyncio.sleep(0.01)
-
-
 async def test_with_a_real_pool_the_blocks_are_in_memory_when_the_turn_comes(pool: LocalPool, tmp_path: Path) -> None:
     node = pool.start_node("n0", 4 * MIB, ssd_dir=str(tmp_path / "disk"), ssd_nbytes=64 * MIB, ssd_file_nbytes=4 * MIB)
     store = pool.client()
@@ -94,9 +90,7 @@ async def test_with_a_real_pool_the_blocks_are_in_memory_when_the_turn_comes(poo
     conductor = Conductor(config)
     client = await AsyncClient.connect(await conductor.start(), CONDUCTOR_SERVICE)
     try:
-        async with asyncio.timeout(30):
-            while (await client.call(Status())).pool_blocks != NUM_BLOCKS:  # noqa: ASYNC110 - asked over the wire
-                await asyncio.sleep(0.01)
+        await until_status(client, lambda status: status.pool_blocks == NUM_BLOCKS)
         samples = {"prefills": (PrefillSample(TOKENS, 0, 1000.0),) * 9, "pulls": (FAST,) * 9}
         for name in ("p0", "d0"):
             await client.call(RegisterWorker(info(name)))
@@ -104,25 +98,22 @@ async def test_with_a_real_pool_the_blocks_are_in_memory_when_the_turn_comes(poo
             await client.call(ReportWorker(name=name, incarnation=1, sequence=1, load=load, **samples))  # type: ignore[arg-type]
         first = await client.call(route("first", []))
         assert isinstance(first, Decision)
-        waiting = asyncio.create_task(client.call(route("second", KEYS), timeout_s=60))
-        await until_waiting(client, 1)
+        waiting = asyncio.create_task(client.call(route("second", KEYS), timeout_s=HANG_S))
+        await until_status(client, lambda status: status.num_waiting == 1)
 
         def in_memory() -> int:
             found = store.lookup([object_key(key) for key in KEYS], reads=False)
             return sum(info is not None and info.replicas[0].segment == "n0.dram" for info in found)
 
         def is_known() -> bool:
-            state = conductor._state
+            state = conductor.state
             return not state.index.leading(fingerprints(KEYS), state.prefills.mask).on_ssd
 
-        async with asyncio.timeout(30):
-            while await asyncio.to_thread(in_memory) < NUM_BLOCKS:  # noqa: ASYNC110 - the node copies in its own time
-                await asyncio.sleep(0.01)
-            while not is_known():  # noqa: ASYNC110 - the pool's events come a moment later
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: in_memory() == NUM_BLOCKS, "all blocks are copied into memory")
+        await until(is_known, "the pool's events have told the conductor")
         assert not waiting.done()
         await client.call(PrefillEnded(request_id="first"))
-        decision = await asyncio.wait_for(waiting, 30)
+        decision = await asyncio.wait_for(waiting, HANG_S)
         assert (decision.candidates[0].pulled_blocks, decision.candidates[0].ssd_blocks) == (NUM_BLOCKS, 0)
     finally:
         client.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from store_pool import MIB, LocalPool
+from waiting import until
 from worker_info import info
 
 from moonpool.base.cluster import PrefillSample, PullSample
@@ -167,13 +168,10 @@ async def test_a_real_pool_tells_where_its_blocks_are(pool: LocalPool, is_late: 
         await asyncio.to_thread(put)
     task = asyncio.create_task(feed.run())
     try:
-        async with asyncio.timeout(30):
-            while not (feed.connected and hosts):  # noqa: ASYNC110 - the master answers in its own time
-                await asyncio.sleep(0.01)
-            if not is_late:
-                await asyncio.to_thread(put)
-            while index.pool_blocks < NUM_BLOCKS:  # noqa: ASYNC110 - the master tells it in its own time
-                await asyncio.sleep(0.01)
+        await until(lambda: feed.connected and hosts, "the feed knows the nodes")
+        if not is_late:
+            await asyncio.to_thread(put)
+        await until(lambda: index.pool_blocks >= NUM_BLOCKS, "the feed knows the blocks")
         assert index.leading(PRINTS, 0).places == ((3, "n0"), (8, "n1"))
         assert set(hosts) == {"n0", "n1"}
         assert all(hosts.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from worker_info import info
 
@@ -23,12 +25,12 @@ def state() -> ConductorState:
     return state
 
 
-def send(state: ConductorState, now_s: float, **fields: object) -> None:
+def send(state: ConductorState, now_s: float, **fields: Any) -> None:
     call = Route(request_id="r", keys=[], num_tokens=20, max_tokens=8, **fields)
     state.route(call, "fe", now_s, WALL_S + now_s)
 
 
-def end(state: ConductorState, now_s: float, **fields: object) -> DecisionRecord:
+def end(state: ConductorState, now_s: float, **fields: Any) -> DecisionRecord:
     state.request_ended(RequestEnded(request_id="r", **fields), now_s)
     return record(state)
 

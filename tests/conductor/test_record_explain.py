@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,8 +22,8 @@ def candidate(worker: str, queue_s: float = 0.0, local: int = 0, pulled: int = 0
     )
 
 
-def record(**fields: object) -> DecisionRecord:
-    defaults: dict[str, object] = {"request_id": "r1", "routed_at_s": 0.0, "num_tokens": 1000, "max_tokens": 64}
+def record(**fields: Any) -> DecisionRecord:
+    defaults: dict[str, Any] = {"request_id": "r1", "routed_at_s": 0.0, "num_tokens": 1000, "max_tokens": 64}
     return DecisionRecord(**(defaults | fields))
 
 
@@ -87,7 +89,9 @@ def test_many_candidates_are_cut_short() -> None:
     st.one_of(st.none(), st.floats(0, 100)),
     st.sampled_from(["open", "done", "abandoned", "peer_lost"]),
 )
-def test_any_record_can_be_explained(tokens, local, pulled, pool, cached, ttft_s, outcome) -> None:
+def test_any_record_can_be_explained(
+    tokens: int, local: int, pulled: int, pool: int, cached: int, ttft_s: float | None, outcome: str
+) -> None:
     lines = explain(
         record(
             num_tokens=tokens,

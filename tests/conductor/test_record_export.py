@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +25,7 @@ ROOT = b"r" * 32
 BLOCK = 16
 
 
-def store_of(prompts: list[list[int]], **fields: object) -> RecordStore:
+def store_of(prompts: list[list[int]], **fields: Any) -> RecordStore:
     store = RecordStore(10_000)
     for number, tokens in enumerate(prompts):
         record = DecisionRecord(
@@ -39,7 +41,13 @@ def store_of(prompts: list[list[int]], **fields: object) -> RecordStore:
     return store
 
 
-def exported(store: RecordStore, config: ExportConfig) -> tuple[bytes, list[dict]]:
+def record_of(store: RecordStore, number: int) -> DecisionRecord:
+    record = store.get(f"secret-name-{number}")
+    assert record is not None
+    return record
+
+
+def exported(store: RecordStore, config: ExportConfig) -> tuple[bytes, list[dict[str, Any]]]:
     export = TraceExport(config)
     lines = [export.line(kept) for kept in store.select(RecordFilter())]
     data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines if line is not None)
@@ -57,7 +65,9 @@ PROMPTS = st.lists(
 
 @settings(max_examples=60)
 @given(PROMPTS, st.sampled_from([16, 32, 64]))
-def test_blocks_have_one_number_exactly_when_their_whole_prefix_is_the_same(prompts, group: int) -> None:
+def test_blocks_have_one_number_exactly_when_their_whole_prefix_is_the_same(
+    prompts: list[list[int]], group: int
+) -> None:
     _, lines = exported(store_of(prompts), ExportConfig(BLOCK, group))
     seen: dict[tuple[int, ...], int] = {}
     highest = -1
@@ -75,7 +85,7 @@ def test_blocks_have_one_number_exactly_when_their_whole_prefix_is_the_same(prom
     assert {number for line in lines for number in line["hash_ids"]} == set(range(highest + 1))
 
 
-def test_the_trace_reads_back_with_the_simulators_reader(tmp_path) -> None:
+def test_the_trace_reads_back_with_the_simulators_reader(tmp_path: Path) -> None:
     shared = list(range(600))
     prompts = [shared, [*shared, *range(1000, 1700)], [*shared[:512], *range(2000, 2100)], [5]]
     data, lines = exported(store_of(prompts), ExportConfig(BLOCK, MOONCAKE_BLOCK_TOKENS))
@@ -96,13 +106,13 @@ def recorded_store(prompts: list[list[int]]) -> RecordStore:
         keys = chain_keys(ROOT, tokens, BLOCK)
         reusable = keys[: (len(tokens) - 1) // BLOCK]
         run = next((at for at, key in enumerate(reusable) if key not in known), len(reusable))
-        record = store.get(f"secret-name-{number}")
+        record = record_of(store, number)
         record.cached_tokens, record.routed_at_s = run * BLOCK, 1.7e9 + 60.0 * number
         known |= set(keys)
     return store
 
 
-def test_a_replay_of_the_exported_trace_reuses_what_was_recorded(tmp_path) -> None:
+def test_a_replay_of_the_exported_trace_reuses_what_was_recorded(tmp_path: Path) -> None:
     """By default, without a word about block sizes to either side."""
     system, talk = list(range(200)), [7_000 + token for token in range(150)]
     prompts = [[*system, *talk[:end], 5] for end in (10, 60, 150)] + [[*system[:70], 9], [1] * 40, [*system, *talk, 6]]
@@ -114,12 +124,12 @@ def test_a_replay_of_the_exported_trace_reuses_what_was_recorded(tmp_path) -> No
     trace = read_jsonl(path)
     fleet = make_fleet(num_nodes=2)
     jobs = system_by_name("moonpool").make(trace, fleet, Goals()).run()
-    recorded = [store.get(f"secret-name-{number}").cached_tokens for number in range(len(prompts))]
+    recorded = [record_of(store, number).cached_tokens for number in range(len(prompts))]
     assert [job.reused_tokens for job in jobs] == recorded
     assert sum(recorded) > 500
 
 
-def test_a_trace_with_other_blocks_is_written_with_their_size(tmp_path) -> None:
+def test_a_trace_with_other_blocks_is_written_with_their_size(tmp_path: Path) -> None:
     data, _ = exported(store_of([[1] * 40, [1] * 90]), ExportConfig(BLOCK))
     path, again = tmp_path / "live.jsonl", tmp_path / "again.jsonl"
     path.write_bytes(data)
@@ -142,14 +152,14 @@ def test_only_numbers_leave() -> None:
 
 def test_requests_without_an_answer_are_left_out() -> None:
     store = store_of([[1] * 20, [2] * 20])
-    store.get("secret-name-0").output_tokens = 0
+    record_of(store, 0).output_tokens = 0
     _, lines = exported(store, ExportConfig(BLOCK, 16))
     assert [line["hash_ids"] for line in lines] == [[0, 1]]
 
 
 def test_a_clock_set_back_stands_still() -> None:
     store = store_of([[1], [2], [3]])
-    store.get("secret-name-1").routed_at_s -= 1000
+    record_of(store, 1).routed_at_s -= 1000
     _, lines = exported(store, ExportConfig(BLOCK))
     assert [line["timestamp"] for line in lines] == [0, 0, 500]
 
@@ -172,8 +182,11 @@ def test_blocks_that_cannot_be_regrouped_are_refused() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=80), st.integers(1, 6), st.integers(0, 200))
-def test_the_store_keeps_its_bounds_and_the_newest(additions, capacity: int, max_nbytes: int) -> None:
-    store, order = RecordStore(capacity, max_nbytes), []
+def test_the_store_keeps_its_bounds_and_the_newest(
+    additions: list[tuple[int, int]], capacity: int, max_nbytes: int
+) -> None:
+    store = RecordStore(capacity, max_nbytes)
+    order: list[str] = []
     attempts: dict[str, int] = {}
     for number, (name, num_keys) in enumerate(additions):
         request_id = f"r{name}"
@@ -198,7 +211,7 @@ def test_find_filters_by_outcome_tenant_and_worker() -> None:
         record.outcome = "overloaded" if number % 5 == 0 else "done"
         store.add(record, tenant=f"t{number % 4}")
 
-    def names(limit: int = 100, **wanted: object) -> list[str]:
+    def names(limit: int = 100, **wanted: Any) -> list[str]:
         return [one.request_id for one in store.find(RecordFilter(**wanted), limit)]
 
     assert names(outcome="overloaded") == ["r0", "r5", "r10", "r15"]
@@ -207,7 +220,9 @@ def test_find_filters_by_outcome_tenant_and_worker() -> None:
     assert names(worker="d2", limit=4) == ["r8", "r11", "r14", "r17"]
     assert names(worker="p0", tenant="t2") == ["r2", "r6", "r10", "r14", "r18"]
     assert names(limit=0) == []
-    assert store.get("r7").decode == "d1"
+    found = store.get("r7")
+    assert found is not None
+    assert found.decode == "d1"
     assert store.get("gone") is None
 
 

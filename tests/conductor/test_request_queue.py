@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from worker_info import info as worker_info
 from moonpool.base.cluster import DecodeSample, PrefillSample, WorkerInfo
 from moonpool.base.errors import Overloaded, Unavailable
 from moonpool.conductor.admission.forms import AdmissionForm, Cause
-from moonpool.conductor.messages import Decision, RequestEnded, Route
+from moonpool.conductor.messages import Decision, DecisionRecord, RequestEnded, Route
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex
 from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
@@ -32,7 +34,7 @@ def route(request_id: str, tenant: str = "", priority: int = 0, num_tokens: int 
 class Room:
     """A conductor with one prefill and one decode worker; a prompt takes a second, ten answers 0.1 s a token."""
 
-    def __init__(self, *names: str, **config: object) -> None:
+    def __init__(self, *names: str, **config: Any) -> None:
         self.config = PolicyConfig(**config)
         self.state = ConductorState(self.config, PrefixIndex(), 1000)
         for name in names or ("p0", "d0"):
@@ -44,8 +46,13 @@ class Room:
         self.room = RequestQueue(self.state, self.config)
         self.now_s = 0.0
 
-    def ask(self, *args: object, **kwargs: object) -> Decision | None:
-        return self.room.submit(route(*args, **kwargs), "fe", self.now_s, self.now_s)
+    def ask(self, request_id: str, **kwargs: Any) -> Decision | None:
+        return self.room.submit(route(request_id, **kwargs), "fe", self.now_s, self.now_s)
+
+    def record(self, request_id: str) -> DecisionRecord:
+        record = self.state.records.get(request_id)
+        assert record is not None
+        return record
 
     def after(self, seconds: float) -> list[QueueAnswer]:
         self.now_s += seconds
@@ -84,9 +91,10 @@ def test_a_worker_gets_a_quarter_of_the_target_and_the_rest_waits() -> None:
     answers = room.prefilled("r0")
     assert [one.request_id for one in answers] == ["r3"]
     decision = answers[0].outcome
+    assert isinstance(decision, Decision)
     assert decision.waited_s == pytest.approx(1.0)
     assert decision.ttft_s == pytest.approx(4.0, rel=0.1)  # a second here, two at the worker, its own
-    record = room.state.records.get("r3")
+    record = room.record("r3")
     assert (record.waited_s, record.predicted_ttft_s, record.outcome) == (decision.waited_s, decision.ttft_s, "open")
 
 
@@ -103,12 +111,12 @@ def test_what_would_come_too_late_is_refused_at_once() -> None:
         room.ask("r5", num_tokens=100 * TOKENS)
     assert room.state.refused == {Cause.TTFT: 1, Cause.TOO_LONG: 1}
     assert room.ask("urgent", priority=1) is None  # those that wait come after it
-    assert room.state.records.get("r4").reason == str(caught.value)
+    assert room.record("r4").reason == str(caught.value)
 
 
 def test_higher_priorities_first_and_tenants_in_turn() -> None:
     room = Room(ttft_slo_s=100.0)
-    sent = []
+    sent: list[str] = []
     while room.ask(f"first{len(sent)}") is not None:
         sent.append(f"first{len(sent)}")
     for number in range(4):
@@ -148,7 +156,7 @@ def test_those_whose_time_is_over_are_told() -> None:
     [answer] = room.after(1.5)
     assert answer.request_id == "r3"
     assert room.state.refused[Cause.TOO_LATE] == 1
-    assert room.state.records.get("r3").waited_s == 9.5
+    assert room.record("r3").waited_s == 9.5
     samples = {sample.name: sample.value for sample in room.room.wait_times.family("waited", "").samples}
     assert (samples["waited_count"], samples["waited_sum"]) == (1, 9.5)
 
@@ -173,7 +181,9 @@ def test_before_decode_is_the_last_word() -> None:
     room = Room(tbt_slo_s=0.05, admission=AdmissionForm.NONE)
     refused = 0
     for number in range(8):
-        assert room.ask(f"r{number}").asks_before_decode
+        decision = room.ask(f"r{number}")
+        assert decision is not None
+        assert decision.asks_before_decode
         try:
             room.state.before_decode(f"r{number}", room.now_s)
             room.prefilled(f"r{number}")
@@ -188,7 +198,9 @@ def test_before_decode_is_the_last_word() -> None:
 
 
 def test_nobody_is_asked_before_decode_without_a_target() -> None:
-    assert not Room(ttft_slo_s=9.0).ask("r0").asks_before_decode
+    decision = Room(ttft_slo_s=9.0).ask("r0")
+    assert decision is not None
+    assert not decision.asks_before_decode
 
 
 def test_cancelled_asked_again_and_abandoned() -> None:
@@ -200,10 +212,10 @@ def test_cancelled_asked_again_and_abandoned() -> None:
     assert not room.room.cancel("r0", 0.0)
     assert room.ask("r4") is None  # again: it goes to the end of the queue
     assert [one.request_id for one in room.prefilled("r0")] == ["r5"]
-    assert room.state.records.get("r4").attempt == 2
+    assert room.record("r4").attempt == 2
     room.room.owner_gone("fe", 0.0)
     assert len(room.room) == 0
-    assert [room.state.records.get(one).outcome for one in ("r3", "r4")] == ["abandoned"] * 2
+    assert [room.record(one).outcome for one in ("r3", "r4")] == ["abandoned"] * 2
 
 
 def test_workers_that_go_and_come_back() -> None:
@@ -243,7 +255,7 @@ def test_each_request_is_answered_exactly_once(steps: list[tuple[str, int, int]]
         if action == "a":
             waiting.discard(request_id)
             try:
-                if room.ask(request_id, f"t{number % 3}", priority) is None:
+                if room.ask(request_id, tenant=f"t{number % 3}", priority=priority) is None:
                     waiting.add(request_id)
             except Overloaded:
                 pass

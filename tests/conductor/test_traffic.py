@@ -54,7 +54,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_totals_are_the_sums(steps) -> None:
+def test_the_totals_are_the_sums(steps: list[tuple[int, int, int, float, float, bool]]) -> None:
     traffic, now_s = Traffic(), 0.0
     open_flows: dict[str, tuple[int, int, float, float]] = {}
     for number, slot, nbytes, wait_s, length_s, ends in steps:

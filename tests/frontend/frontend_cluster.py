@@ -11,13 +11,20 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import httpx
+from waiting import HANG_S, until
 
 from moonpool.base.cluster import REQUEST_LIMITS, WORKER_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.metrics import GetMetrics, MetricFamily, MetricSample
-from moonpool.base.rpc import AsyncClient, RpcServer
+from moonpool.base.rpc import AsyncClient, Call, RpcPeer, RpcServer
+from moonpool.conductor.messages import DecisionRecord
+from moonpool.conductor.records.store import RecordFilter
 from moonpool.conductor.service import Conductor, ConductorConfig
+from moonpool.conductor.state import ConductorState
 from moonpool.engine.sequence import SamplingParams
 from moonpool.frontend.connection import ConnectionLimits
 from moonpool.frontend.prompts import ServedModel
@@ -119,23 +126,23 @@ class ToyWorker:
         self._dying: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        incarnation = next(_INCARNATIONS)
-        handlers = {
+        self.incarnation = next(_INCARNATIONS)
+        handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
             Decode: self._decode,
             Prefill: self._prefill,
             CommitHandoff: self._commit,
             GetMetrics: lambda call, peer: [MetricFamily("toy_steps", "Steps", "counter", [self._sample()])],
         }
-        self._server = RpcServer(WORKER_SERVICE, handlers, name=self.name, incarnation=incarnation)
+        self._server = RpcServer(WORKER_SERVICE, handlers, name=self.name, incarnation=self.incarnation)
         self.address = await self._server.listen("tcp:127.0.0.1:0")
-        self._conductor = await AsyncClient.connect(
+        self.conductor = await AsyncClient.connect(
             self._conductor_address, "conductor", name=self.name, silence_limits=REQUEST_LIMITS
         )
         info = WorkerInfo(
             name=self.name,
             role=self.role,
             address=self.address,
-            incarnation=incarnation,
+            incarnation=self.incarnation,
             identity=IDENTITY,
             model=MODEL,
             block_tokens=BLOCK_TOKENS,
@@ -143,11 +150,11 @@ class ToyWorker:
             max_num_seqs=64,
             page_nbytes=1024,
         )
-        await self._conductor.call(RegisterWorker(info=info))
+        await self.conductor.call(RegisterWorker(info=info))
 
     async def kill(self) -> None:
-        self._conductor.close()
-        await self._conductor.closed.wait()
+        self.conductor.close()
+        await self.conductor.closed.wait()
         await self._server.close()
         self.gone.set()
 
@@ -263,7 +270,7 @@ class ToyCluster:
         num_decode: int = 1,
         conductor: ConductorConfig | None = None,
         limits: ConnectionLimits | None = None,
-        **settings: object,
+        **settings: Any,
     ) -> None:
         self._state_dir = state_dir
         self._conductor_config = conductor or ConductorConfig()
@@ -307,21 +314,36 @@ class ToyCluster:
         return self.workers["decode0"]
 
     @property
+    def state(self) -> ConductorState:
+        return self.conductor.state
+
+    @property
+    def num_waiting(self) -> int:
+        """The requests that the conductor keeps until there is room for them."""
+        return self.conductor._queue.num_waiting
+
+    def client(self, **headers: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=HANG_S, headers=headers)
+
+    def records(self, limit: int = 100) -> list[DecisionRecord]:
+        return self.state.records.find(RecordFilter(), limit)
+
+    @property
     def num_seen(self) -> int:
         return sum(len(worker.specs) for worker in self.workers.values())
 
     async def until_idle(self) -> None:
         """Returns when no worker holds anything for anybody."""
-        await until(lambda: not any(worker.num_active for worker in self.workers.values()))
+        workers = self.workers.values()
+        await until(lambda: not any(worker.num_active for worker in workers), "no worker has work for anybody")
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    """Waits for something that other tasks bring about, five seconds at most."""
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not happen")
+async def until_page(http: httpx.AsyncClient, path: str, shows: str) -> str:
+    """Return the page as soon as it shows this."""
+    async with asyncio.timeout(HANG_S):
+        while shows not in (page := (await http.get(path)).text):  # noqa: ASYNC110 - asked over the wire
+            await asyncio.sleep(0.01)
+    return page
 
 
 def load_toy(config: FrontendConfig) -> ServedModel:

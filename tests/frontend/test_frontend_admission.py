@@ -6,14 +6,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
-from frontend_cluster import MODEL, ToyCluster, until
+from frontend_cluster import MODEL, ToyCluster
+from waiting import until
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, ReportWorker, WorkerLoad
 from moonpool.conductor.admission.forms import AdmissionForm
-from moonpool.conductor.messages import Records
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.service import ConductorConfig
 
@@ -25,10 +25,10 @@ KEYS = {"alice": "sk-a", "bob": "sk-b"}
 async def teach(cluster: ToyCluster, prefill_s: float = 0.01, step_s: float = 0.01) -> None:
     """Tells the conductor, as workers would, how long a prompt and each sequence of a batch take."""
     for worker in cluster.workers.values():
-        await worker._conductor.call(
+        await worker.conductor.call(
             ReportWorker(
                 name=worker.name,
-                incarnation=worker._server.hello.incarnation,
+                incarnation=worker.incarnation,
                 sequence=1,
                 load=WorkerLoad(free_pages=worker.num_pages),
                 prefills=tuple(PrefillSample(len(PROMPT), 0, prefill_s) for _ in range(9)),
@@ -37,20 +37,12 @@ async def teach(cluster: ToyCluster, prefill_s: float = 0.01, step_s: float = 0.
         )
 
 
-def cluster_with(tmp_path: Path, **policy: object) -> ToyCluster:
+def cluster_with(tmp_path: Path, **policy: Any) -> ToyCluster:
     return ToyCluster(tmp_path, conductor=ConductorConfig(policy=PolicyConfig(**policy)))
 
 
-def client(cluster: ToyCluster, **headers: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=cluster.url, timeout=20, headers=headers)
-
-
-def records(cluster: ToyCluster) -> list[object]:
-    return cluster.conductor._keeper.find(Records(limit=100), None)
-
-
 async def test_a_prompt_that_is_too_long_for_the_target_is_a_429(tmp_path: Path) -> None:
-    async with cluster_with(tmp_path, ttft_slo_s=5.0) as cluster, client(cluster) as http:
+    async with cluster_with(tmp_path, ttft_slo_s=5.0) as cluster, cluster.client() as http:
         await teach(cluster, prefill_s=60.0)
         reply = await http.post("/v1/completions", json=BODY)
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
@@ -70,56 +62,56 @@ async def test_a_prompt_that_is_too_long_for_the_target_is_a_429(tmp_path: Path)
 async def test_a_wasted_prefill_is_a_429_too(tmp_path: Path, stream: bool) -> None:
     async with (
         cluster_with(tmp_path, tbt_slo_s=0.015, admission=AdmissionForm.NONE) as cluster,
-        client(cluster) as http,
+        cluster.client() as http,
     ):
         await teach(cluster)
         cluster.decode.may_go_on.clear()
         first = asyncio.create_task(http.post("/v1/completions", json=BODY))
-        await until(lambda: any(one.outcome == "open" for one in records(cluster)))
-        await until(lambda: cluster.conductor._state._num_joined == 1)
+        await until(lambda: any(one.outcome == "open" for one in cluster.records()), "a request is open")
+        await until(lambda: cluster.state._num_joined == 1, "it decodes")
         reply = await http.post("/v1/completions", json={**BODY, "stream": stream})
         assert reply.status_code == 429
         assert "apart" in reply.json()["error"]["message"]
         cluster.decode.may_go_on.set()
         assert (await first).status_code == 200
         await cluster.until_idle()
-        assert cluster.conductor._state.counters["wasted_prefills"] == 1
+        assert cluster.state.counters["wasted_prefills"] == 1
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200  # there is room again
 
 
 async def test_a_request_waits_for_its_turn_and_low_numbers_go_first(tmp_path: Path) -> None:
-    async with cluster_with(tmp_path, ttft_slo_s=300.0) as cluster, client(cluster) as http:
+    async with cluster_with(tmp_path, ttft_slo_s=300.0) as cluster, cluster.client() as http:
         await teach(cluster, prefill_s=80.0)
         cluster.prefill.may_go_on.clear()
         tasks = [asyncio.create_task(http.post("/v1/completions", json=BODY))]
-        await until(lambda: cluster.prefill.num_active == 1)
+        await until(lambda: cluster.prefill.num_active == 1, "the prefill has begun")
         for priority, letter in ((5, "x"), (0, "y"), (-5, "z")):
             body = {**BODY, "prompt": PROMPT[:-1] + letter, "priority": priority}
             tasks.append(asyncio.create_task(http.post("/v1/completions", json=body)))
-            await until(lambda: cluster.conductor._queue.num_waiting == len(tasks) - 1)
+            await until(lambda: cluster.num_waiting == len(tasks) - 1, "the next one waits")
         cluster.prefill.may_go_on.set()
         assert {(await task).status_code for task in tasks} == {200}
         assert "".join(chr(spec.tokens[-1]) for spec in cluster.prefill.specs[1:]) == "zyx"
-        assert all(one.waited_s > 0 for one in records(cluster)[1:])
+        assert all(one.waited_s > 0 for one in cluster.records()[1:])
 
 
 async def test_a_client_that_leaves_the_queue_is_forgotten(tmp_path: Path) -> None:
-    async with cluster_with(tmp_path, ttft_slo_s=300.0) as cluster, client(cluster) as http:
+    async with cluster_with(tmp_path, ttft_slo_s=300.0) as cluster, cluster.client() as http:
         await teach(cluster, prefill_s=80.0)
         cluster.prefill.may_go_on.clear()
         first = asyncio.create_task(http.post("/v1/completions", json=BODY))
-        await until(lambda: cluster.prefill.num_active == 1)
+        await until(lambda: cluster.prefill.num_active == 1, "the prefill has begun")
         second = asyncio.create_task(http.post("/v1/completions", json={**BODY, "prompt": "another one here"}))
-        await until(lambda: cluster.conductor._queue.num_waiting == 1)
+        await until(lambda: cluster.num_waiting == 1, "the second waits")
         second.cancel()
-        await until(lambda: cluster.conductor._queue.num_waiting == 0)
+        await until(lambda: cluster.num_waiting == 0, "nobody waits")
         cluster.prefill.may_go_on.set()
         assert (await first).status_code == 200
 
 
 @pytest.mark.parametrize("priority", [11, -11, "high", 1.5])
 async def test_a_priority_that_is_none(tmp_path: Path, priority: object) -> None:
-    async with ToyCluster(tmp_path) as cluster, client(cluster) as http:
+    async with ToyCluster(tmp_path) as cluster, cluster.client() as http:
         reply = await http.post("/v1/completions", json={**BODY, "priority": priority})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "priority")
 
@@ -133,13 +125,13 @@ async def two_tenants(tmp_path: Path) -> AsyncIterator[ToyCluster]:
 
 
 async def test_records_belong_to_their_tenant(two_tenants: ToyCluster) -> None:
-    alice = client(two_tenants, authorization=f"Bearer {KEYS['alice']}")
-    bob = client(two_tenants, authorization=f"Bearer {KEYS['bob']}")
-    async with alice, bob, client(two_tenants) as nobody:
+    alice = two_tenants.client(authorization=f"Bearer {KEYS['alice']}")
+    bob = two_tenants.client(authorization=f"Bearer {KEYS['bob']}")
+    async with alice, bob, two_tenants.client() as nobody:
         answer = (await alice.post("/v1/completions", json=BODY)).json()
         await alice.post("/v1/completions", json=BODY)
         await bob.post("/v1/completions", json=BODY)
-        await until(lambda: all(one.outcome == "done" for one in records(two_tenants)))
+        await until(lambda: all(one.outcome == "done" for one in two_tenants.records()), "all are done")
         assert len((await alice.get("/v1/records")).json()["data"]) == 2
         assert len((await bob.get("/v1/records", params={"tenant": "bob"})).json()["data"]) == 1
         assert len((await alice.get("/v1/records", params={"outcome": "overloaded"})).json()["data"]) == 0

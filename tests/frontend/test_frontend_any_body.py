@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import httpx
 import pytest
 from frontend_cluster import MODEL, ToyCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from moonpool.frontend import fields
 from moonpool.frontend.schema import ChatBody, CompletionBody
 
-PATHS = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+PATHS: dict[str, type[ChatBody] | type[CompletionBody]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+}
 BOUNDS = [0, 1, 16, 20, 31, 32, 2**16, 2**31, 2**32, 2**53, 2**63, 2**64, 2**70, 10**400]
 TINY = [5e-324, 1e-300, 1e-46, 1e-40, 1e-38, 1e-9, 1e-5, 0.01, 0.5, 1.0, 2.0, 100.0, 1e38, 1e39, 1e308, float("inf")]
 
@@ -52,12 +57,12 @@ def bodies(body_type: type[ChatBody] | type[CompletionBody]) -> st.SearchStrateg
     return valid | st.fixed_dictionaries(required, optional=dict.fromkeys(names, values)) | values
 
 
-def exercise(tmp_path, max_examples: int) -> None:
+def exercise(tmp_path: Path, max_examples: int) -> None:
     async def enter() -> tuple[ToyCluster, httpx.AsyncClient]:
         cluster = await ToyCluster(tmp_path, max_model_len=32).__aenter__()
         # The client itself would end a connection that was idle for 5 s, which hypothesis may need for an example.
         limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
-        return cluster, httpx.AsyncClient(base_url=cluster.url, limits=limits, timeout=30)
+        return cluster, httpx.AsyncClient(base_url=cluster.url, limits=limits, timeout=HANG_S)
 
     with asyncio.Runner() as runner:
         cluster, http = runner.run(enter())
@@ -82,10 +87,10 @@ def exercise(tmp_path, max_examples: int) -> None:
     assert len(addresses) == 1, "a connection was dropped"
 
 
-def test_any_body(tmp_path):
+def test_any_body(tmp_path: Path) -> None:
     exercise(tmp_path, max_examples=100)
 
 
 @pytest.mark.soak
-def test_many_bodies(tmp_path):
+def test_many_bodies(tmp_path: Path) -> None:
     exercise(tmp_path, max_examples=20_000)

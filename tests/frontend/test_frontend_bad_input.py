@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from frontend_cluster import MAX_MODEL_LEN, MODEL, ToyCluster, until
+from frontend_cluster import MAX_MODEL_LEN, MODEL, ToyCluster
+from waiting import until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-async def cluster(tmp_path):
+async def cluster(tmp_path: Path) -> AsyncIterator[ToyCluster]:
     async with ToyCluster(tmp_path, max_body_nbytes=100_000) as cluster:
         yield cluster
 
 
-def chat(**fields: object) -> dict:
+def chat(**fields: object) -> dict[str, Any]:
     return {"model": MODEL, "messages": HELLO, **fields}
 
 
-def text(**fields: object) -> dict:
+def text(**fields: object) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "hello", **fields}
 
 
-def message(content: object, **fields: object) -> dict:
+def message(content: object, **fields: object) -> dict[str, Any]:
     return chat(messages=[{"role": "user", "content": content, **fields}])
 
 
@@ -134,8 +138,8 @@ BAD_VALUES = [
 ]
 
 
-async def test_bad_values(cluster):
-    async with httpx.AsyncClient(base_url=cluster.url) as http:
+async def test_bad_values(cluster: ToyCluster) -> None:
+    async with cluster.client() as http:
         for path, body, param, reason in BAD_VALUES:
             reply = await http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
             error = _error(reply, f"{path} {body}")
@@ -159,8 +163,8 @@ async def test_bad_values(cluster):
         (b"[" * 50_000, ""),
     ],
 )
-async def test_bodies_that_are_no_request(cluster, content, reason):
-    async with httpx.AsyncClient(base_url=cluster.url) as http:
+async def test_bodies_that_are_no_request(cluster: ToyCluster, content: bytes, reason: str) -> None:
+    async with cluster.client() as http:
         for path in (CHAT, TEXT):
             reply = await http.post(path, content=content, headers={"content-type": "application/json"})
             assert reply.status_code == 400
@@ -168,12 +172,12 @@ async def test_bodies_that_are_no_request(cluster, content, reason):
     assert cluster.num_seen == 0
 
 
-async def test_too_large_a_body_is_not_read(cluster):
-    async def chunks():
+async def test_too_large_a_body_is_not_read(cluster: ToyCluster) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
         for _ in range(11):
             yield b" " * 10_000
 
-    async with httpx.AsyncClient(base_url=cluster.url) as http:
+    async with cluster.client() as http:
         headers = {"content-type": "application/json"}
         for content in (b" " * 100_001, chunks()):
             reply = await http.post(CHAT, content=content, headers=headers)
@@ -181,8 +185,8 @@ async def test_too_large_a_body_is_not_read(cluster):
             assert "larger than" in _error(reply, "large")["message"]
 
 
-async def test_the_largest_body_follows_from_the_model(tmp_path):
-    async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+async def test_the_largest_body_follows_from_the_model(tmp_path: Path) -> None:
+    async with ToyCluster(tmp_path) as cluster, cluster.client() as http:
         messages = [{"role": "user", "content": ""}]
         for body in (chat(messages=messages * 500_000), message("x" * 16_000_000)):
             reply = await http.post(CHAT, json=body)
@@ -194,32 +198,38 @@ async def test_the_largest_body_follows_from_the_model(tmp_path):
     assert cluster.num_seen == 0
 
 
-async def test_large_bodies_have_bounded_memory_together(cluster):
+async def test_large_bodies_have_bounded_memory_together(cluster: ToyCluster) -> None:
     """Bodies that are still arriving count, whatever their headers say."""
-    gate = cluster.frontend._server.config.app
+    server = cluster.frontend._server
+    assert server is not None
+    gate: Any = server.config.app
     gate._max_held_nbytes = 150_000
+
+    def held_nbytes() -> int:
+        return int(gate._held_nbytes)
+
     started = asyncio.Event()
 
-    async def slow():
+    async def slow() -> AsyncIterator[bytes]:
         yield b" " * 90_000
         started.set()
         await asyncio.sleep(60)
 
-    async with httpx.AsyncClient(base_url=cluster.url) as http:
+    async with cluster.client() as http:
         first = asyncio.create_task(http.post(CHAT, content=slow()))
         await started.wait()
-        await until(lambda: gate._held_nbytes == 90_000)
+        await until(lambda: held_nbytes() == 90_000, "the first body has arrived")
         reply = await http.post(CHAT, content=b" " * 90_000)
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
         assert "large requests" in _error(reply, "memory")["message"]
         first.cancel()
         await asyncio.wait((first,))
-        await until(lambda: gate._held_nbytes == 0)
+        await until(lambda: held_nbytes() == 0, "it is forgotten")
         assert (await http.post(CHAT, json=chat(max_tokens=1))).status_code == 200
 
 
-async def test_unknown_paths_and_methods(cluster):
-    async with httpx.AsyncClient(base_url=cluster.url) as http:
+async def test_unknown_paths_and_methods(cluster: ToyCluster) -> None:
+    async with cluster.client() as http:
         for method, path, status in (
             ("GET", "/v1/nothing", 404),
             ("GET", CHAT, 405),
@@ -234,23 +244,24 @@ async def test_unknown_paths_and_methods(cluster):
             assert _error(reply, path)["message"]
 
 
-async def test_a_prompt_that_no_worker_has_pages_for(tmp_path):
+async def test_a_prompt_that_no_worker_has_pages_for(tmp_path: Path) -> None:
     async with ToyCluster(tmp_path) as cluster:
         for worker in cluster.workers.values():
             await worker.kill()
         for worker in cluster.workers.values():
             worker.num_pages = 10  # of 4 tokens
             await worker.start()
-        async with httpx.AsyncClient(base_url=cluster.url) as http:
+        async with cluster.client() as http:
             reply = await http.post(TEXT, json=text(prompt="x" * 40, max_tokens=1))
             assert reply.status_code == 400
             assert _error(reply, "pages")["code"] == "context_length_exceeded"
         assert cluster.num_seen == 0
 
 
-def _error(reply: httpx.Response, what: str) -> dict:
+def _error(reply: httpx.Response, what: str) -> dict[str, Any]:
     assert reply.headers["x-request-id"], what
     body = reply.json()
     assert set(body) == {"error"}, what
-    assert set(body["error"]) == {"message", "type", "param", "code"}, what
-    return body["error"]
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}, what
+    return error

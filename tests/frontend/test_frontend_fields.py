@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -20,8 +21,8 @@ BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max
 
 
 @pytest.fixture
-async def http(tmp_path):
-    async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with ToyCluster(tmp_path) as cluster, cluster.client() as http:
         yield http
 
 
@@ -29,19 +30,21 @@ async def http(tmp_path):
     ("defined", "body"),
     [(openai_chat.CompletionCreateParamsBase, ChatBody), (openai_text.CompletionCreateParamsBase, CompletionBody)],
 )
-def test_every_field_of_openai_is_supported_ignored_or_refused_by_name(defined, body):
+def test_every_field_of_openai_is_supported_ignored_or_refused_by_name(
+    defined: type, body: type[ChatBody] | type[CompletionBody]
+) -> None:
     known = {*body.model_fields, *fields.IGNORED, *body.UNSUPPORTED}
     assert set(defined.__annotations__) - known == set()
     assert not set(fields.IGNORED) & {*body.model_fields, *body.UNSUPPORTED}, "one meaning each"
 
 
-def test_an_answer_can_be_sent_back_with_all_its_fields():
+def test_an_answer_can_be_sent_back_with_all_its_fields() -> None:
     answer = ChatCompletionMessage(role="assistant", content="hi").model_dump()
     assert ChatMessage.model_validate(answer).content == "hi"
 
 
 @pytest.mark.parametrize("name", sorted(fields.UNSUPPORTED_CHAT))
-async def test_features_are_refused_only_when_they_are_asked_for(http, name):
+async def test_features_are_refused_only_when_they_are_asked_for(http: httpx.AsyncClient, name: str) -> None:
     feature = fields.UNSUPPORTED_CHAT[name]
     for neutral in feature.neutral:
         assert (await http.post(CHAT, json={**BODY, name: neutral})).status_code == 200, neutral
@@ -51,7 +54,7 @@ async def test_features_are_refused_only_when_they_are_asked_for(http, name):
     assert "support" in error["message"]
 
 
-async def test_ignored_fields_change_nothing(http):
+async def test_ignored_fields_change_nothing(http: httpx.AsyncClient) -> None:
     plain = (await http.post(CHAT, json={**BODY, "seed": 1})).json()["choices"]
     for name in fields.IGNORED:
         reply = await http.post(CHAT, json={**BODY, "seed": 1, name: {"any": ["thing"]}})
@@ -59,7 +62,7 @@ async def test_ignored_fields_change_nothing(http):
         assert reply.json()["choices"] == plain
 
 
-def test_the_tables_are_documented():
+def test_the_tables_are_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     for name in {*fields.IGNORED, *fields.UNSUPPORTED_CHAT, *fields.UNSUPPORTED_COMPLETION}:
         assert f"`{name}`" in page, name
@@ -68,13 +71,13 @@ def test_the_tables_are_documented():
 @pytest.mark.parametrize(
     "kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/json; charset=x"]
 )
-async def test_json_is_taken_whatever_the_content_type(http, kind):
+async def test_json_is_taken_whatever_the_content_type(http: httpx.AsyncClient, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     reply = await http.post(CHAT, content=json.dumps(BODY).encode(), headers=headers)
     assert reply.status_code == 200
 
 
-async def test_a_form_gets_told_what_to_send(http):
+async def test_a_form_gets_told_what_to_send(http: httpx.AsyncClient) -> None:
     reply = await http.post(CHAT, data={"model": MODEL, "prompt": "hello"})
     error = reply.json()["error"]
     assert reply.status_code == 400

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,12 +20,12 @@ from moonpool.store.messages import SegmentInfo, StoredBlock, Tier
 
 
 @pytest.fixture
-async def http(tmp_path):
-    async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with ToyCluster(tmp_path) as cluster, cluster.client() as http:
         yield http
 
 
-async def test_the_page_is_served_with_a_strict_policy(http):
+async def test_the_page_is_served_with_a_strict_policy(http: httpx.AsyncClient) -> None:
     reply = await http.get("/", follow_redirects=True)
     assert (reply.status_code, reply.url.path) == (200, "/ui/")
     policy = reply.headers["content-security-policy"]
@@ -34,7 +36,7 @@ async def test_the_page_is_served_with_a_strict_policy(http):
     assert reply.headers["x-content-type-options"] == "nosniff"
 
 
-async def test_every_file_of_the_page_is_there_and_is_not_sent_again(http):
+async def test_every_file_of_the_page_is_there_and_is_not_sent_again(http: httpx.AsyncClient) -> None:
     for name in read_pages():
         reply = await http.get(f"/ui/{name}")
         assert reply.status_code == 200
@@ -44,7 +46,7 @@ async def test_every_file_of_the_page_is_there_and_is_not_sent_again(http):
         assert (await http.get(path)).status_code == 404
 
 
-def test_the_page_refers_to_its_own_files_only():
+def test_the_page_refers_to_its_own_files_only() -> None:
     pages = {name: content.decode() for name, content in read_pages().items()}
     assert {"index.html", "app.js", "style.css"} <= pages.keys()
     for name, text in pages.items():
@@ -58,7 +60,7 @@ def info(name: str, tier: Tier) -> SegmentInfo:
     return SegmentInfo(descriptor, "node", tier, None)
 
 
-def test_blocks_refer_to_each_other_by_position():
+def test_blocks_refer_to_each_other_by_position() -> None:
     blocks = [
         StoredBlock(b"\x01", b"", 10, ("node/dram", "node/ssd"), 5, 0.5, True),
         StoredBlock(b"\x02", b"\x01", 10, ("node/ssd",), 0, None, False),
@@ -70,7 +72,7 @@ def test_blocks_refer_to_each_other_by_position():
     assert [(place.node, place.tier) for place in reply.segments] == [("node", "dram"), ("node", "ssd")]
 
 
-async def test_blocks_need_an_admin_key_and_a_pool(tmp_path):
+async def test_blocks_need_an_admin_key_and_a_pool(tmp_path: Path) -> None:
     path = tmp_path / "tenants.json"
     path.write_text(json.dumps({"tenants": [{"name": "a", "api_keys": ["key-a"]}], "admin_keys": ["key-admin"]}))
     with tempfile.TemporaryDirectory(prefix="mp") as folder:
@@ -78,10 +80,10 @@ async def test_blocks_need_an_admin_key_and_a_pool(tmp_path):
         master = Master(MasterConfig(data_dir=f"{folder}/m", listen=address))
         await master.start()
         async with ToyCluster(tmp_path / "s", tenants_file=str(path), master_address=address) as cluster:
-            async with httpx.AsyncClient(base_url=cluster.url) as http:
-                for path in ("/v1/blocks", "/v1/blocks/01"):
-                    assert (await http.get(path)).status_code == 401
-                    assert (await http.get(path, headers={"Authorization": "Bearer key-a"})).status_code == 401
+            async with cluster.client() as http:
+                for url in ("/v1/blocks", "/v1/blocks/01"):
+                    assert (await http.get(url)).status_code == 401
+                    assert (await http.get(url, headers={"Authorization": "Bearer key-a"})).status_code == 401
                 admin = {"Authorization": "Bearer key-admin"}
                 assert (await http.get("/v1/blocks", headers=admin)).json()["blocks"] == []
                 found = (await http.get("/v1/blocks/0102", headers=admin)).json()
@@ -92,5 +94,5 @@ async def test_blocks_need_an_admin_key_and_a_pool(tmp_path):
         await master.close()
 
 
-async def test_without_a_pool_there_are_no_blocks(http):
+async def test_without_a_pool_there_are_no_blocks(http: httpx.AsyncClient) -> None:
     assert (await http.get("/v1/blocks")).status_code == 404

@@ -6,14 +6,19 @@ import asyncio
 import json
 import stat
 import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
 from frontend_cluster import MODEL, ToyCluster
+from waiting import HANG_S
 
 from moonpool.base.cluster import WorkerRole
 from moonpool.base.errors import ConfigError
+from moonpool.base.rpc import RpcPeer
 from moonpool.conductor.messages import Status
 from moonpool.frontend.status_reply import StatusReply
 from moonpool.frontend.tenants import ADMIN_KEY_FILE, load_admin_key, load_tenants
@@ -30,26 +35,24 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-async def read(http: httpx.AsyncClient, path: str = "/v1/status", **options: object) -> StatusReply:
+async def read(http: httpx.AsyncClient, path: str = "/v1/status", **options: Any) -> StatusReply:
     """The answer has the type that it promises."""
     reply = await http.get(path, **options)
     assert reply.status_code == 200, reply.text
     return msgspec.json.decode(reply.content, type=StatusReply)
 
 
-async def until_status(http, holds, **options) -> StatusReply:
-    for _ in range(200):
-        status = await read(http, **options)
-        if holds(status):
-            return status
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"it did not happen: {status}")
+async def until_status(http: httpx.AsyncClient, holds: Callable[[StatusReply], object], **options: Any) -> StatusReply:
+    async with asyncio.timeout(HANG_S):
+        while not holds(status := await read(http, **options)):  # noqa: ASYNC110 - asked over the wire
+            await asyncio.sleep(0.05)
+    return status
 
 
-async def test_status_of_a_service_that_answered_a_request(tmp_path):
+async def test_status_of_a_service_that_answered_a_request(tmp_path: Path) -> None:
     expected = ("prefill0", "prefill1", "decode0")
     async with ToyCluster(tmp_path, expected_workers=expected) as cluster:
-        async with httpx.AsyncClient(base_url=cluster.url) as http:
+        async with cluster.client() as http:
             before = await read(http)
             assert (await http.post("/v1/completions", json=BODY)).status_code == 200
             status = await until_status(http, lambda each: each.totals.by_outcome == {"done": 1})
@@ -68,8 +71,8 @@ async def test_status_of_a_service_that_answered_a_request(tmp_path):
             assert len(rest.history.points) < len(status.history.points), "only what came since"
 
 
-async def test_a_worker_that_dies_is_shown_as_gone_and_then_as_back(tmp_path):
-    async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+async def test_a_worker_that_dies_is_shown_as_gone_and_then_as_back(tmp_path: Path) -> None:
+    async with ToyCluster(tmp_path) as cluster, cluster.client() as http:
         assert (await read(http)).health.status == "ok"
         await cluster.decode.kill()
         status = await until_status(http, lambda each: not each.workers[1].is_up)
@@ -78,29 +81,29 @@ async def test_a_worker_that_dies_is_shown_as_gone_and_then_as_back(tmp_path):
         await until_status(http, lambda each: each.workers[1].is_up and each.health.status == "ok")
 
 
-async def test_status_without_conductor_and_with_a_pool_that_comes_and_goes(tmp_path):
+async def test_status_without_conductor_and_with_a_pool_that_comes_and_goes(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="mp") as folder:
         address = f"unix:{folder}/m.sock"
         master = Master(MasterConfig(data_dir=f"{folder}/m", listen=address))
         await master.start()
-        pool = {"master_address": address, "expected_nodes": ("node",)}
-        async with ToyCluster(tmp_path, **pool) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+        pool: dict[str, Any] = {"master_address": address, "expected_nodes": ("node",)}
+        async with ToyCluster(tmp_path, **pool) as cluster, cluster.client() as http:
             status = await read(http)
             assert status.pool is not None
             assert status.pool.is_up
             assert [(node.name, node.is_up) for node in status.nodes] == [("node", False)]
             await master.close()
-            await until_status(http, lambda each: not each.pool.is_up)
+            await until_status(http, lambda each: each.pool is not None and not each.pool.is_up)
             await cluster.conductor.close()
             status = await until_status(http, lambda each: each.health.missing == ["conductor", "master"])
             assert not any(each.is_up for each in status.workers)
 
 
-async def test_tenants_see_their_own_rows_and_an_admin_key_sees_all(tmp_path):
+async def test_tenants_see_their_own_rows_and_an_admin_key_sees_all(tmp_path: Path) -> None:
     path = tmp_path / "tenants.json"
     path.write_text(json.dumps(TENANTS))
     async with ToyCluster(tmp_path / "state", tenants_file=str(path)) as cluster:
-        async with httpx.AsyncClient(base_url=cluster.url) as http:
+        async with cluster.client() as http:
             assert (await http.get("/v1/status")).status_code == 401
             assert (await http.get("/v1/records", headers=bearer("wrong"))).status_code == 401
             for key in ("key-a", "key-b", "key-b"):
@@ -123,25 +126,31 @@ async def test_tenants_see_their_own_rows_and_an_admin_key_sees_all(tmp_path):
             assert (await http.get(other, headers=bearer(generated))).status_code == 200
 
 
-async def test_readers_at_the_same_time_share_one_collection(tmp_path):
-    async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+async def test_readers_at_the_same_time_share_one_collection(tmp_path: Path) -> None:
+    async with ToyCluster(tmp_path) as cluster, cluster.client() as http:
         replies = await asyncio.gather(*(read(http) for _ in range(20)))
         assert len({each.at_s for each in replies}) <= 2
 
 
-async def test_a_collection_asks_the_conductor_once(tmp_path):
+async def test_a_collection_asks_the_conductor_once(tmp_path: Path) -> None:
     async with ToyCluster(tmp_path) as cluster:
         collector, asked = cluster.frontend._collector, []
+        assert collector is not None
         handlers = cluster.conductor._server.handlers
         answer = handlers[Status]
-        handlers[Status] = lambda call, peer: asked.append(call) or answer(call, peer)
+
+        def count(call: Status, peer: RpcPeer) -> object:
+            asked.append(call)
+            return answer(call, peer)
+
+        handlers[Status] = count
         await collector.close()  # which otherwise collects every 2 s
         status = await collector._collect()
         assert (status.health.status, len(status.workers), len(asked)) == ("ok", 2, 1)
 
 
-async def test_plain_reads_answer_what_the_described_route_answers(tmp_path):
-    async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+async def test_plain_reads_answer_what_the_described_route_answers(tmp_path: Path) -> None:
+    async with ToyCluster(tmp_path) as cluster, cluster.client() as http:
         await until_status(http, lambda each: each.history.points)
         for plain, other in (("", "?other=1"), ("?since=1000000000.5", "?since=1000000000.50&other=1")):
 
@@ -155,8 +164,8 @@ async def test_plain_reads_answer_what_the_described_route_answers(tmp_path):
         assert (await http.post("/v1/status")).status_code == 405
 
 
-async def test_the_description_has_the_type(tmp_path):
-    async with ToyCluster(tmp_path) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
+async def test_the_description_has_the_type(tmp_path: Path) -> None:
+    async with ToyCluster(tmp_path) as cluster, cluster.client() as http:
         spec = (await http.get("/openapi.json")).json()
         content = spec["paths"]["/v1/status"]["get"]["responses"]["200"]["content"]["application/json"]
         assert content["schema"] == {"$ref": "#/components/schemas/StatusReply"}
@@ -164,7 +173,7 @@ async def test_the_description_has_the_type(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["", "key-a"])
-def test_an_admin_key_that_is_empty_or_a_tenants_is_refused(tmp_path, key):
+def test_an_admin_key_that_is_empty_or_a_tenants_is_refused(tmp_path: Path, key: str) -> None:
     path = tmp_path / "tenants.json"
     path.write_text(json.dumps({**TENANTS, "admin_keys": [key]}))
     with pytest.raises(ConfigError, match="empty or given twice"):

@@ -20,7 +20,7 @@ def tenants_file(folder: Path, content: object) -> Path:
     return path
 
 
-def test_secret_survives_a_restart_and_is_private(tmp_path):
+def test_secret_survives_a_restart_and_is_private(tmp_path: Path) -> None:
     first = load_cluster_secret(tmp_path / "state")
     assert load_cluster_secret(tmp_path / "state") == first
     mode = (tmp_path / "state" / SECRET_FILE).stat().st_mode
@@ -28,14 +28,14 @@ def test_secret_survives_a_restart_and_is_private(tmp_path):
     assert [path.name for path in (tmp_path / "state").iterdir()] == [SECRET_FILE]
 
 
-def test_all_that_ask_at_once_get_the_same_secret(tmp_path):
+def test_all_that_ask_at_once_get_the_same_secret(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
         found = set(threads.map(lambda _: load_cluster_secret(tmp_path), range(32)))
     assert len(found) == 1
 
 
 @pytest.mark.parametrize("content", ["", "not hex", "abcd"])
-def test_a_broken_secret_file_is_an_error_and_is_kept(tmp_path, content):
+def test_a_broken_secret_file_is_an_error_and_is_kept(tmp_path: Path, content: str) -> None:
     (tmp_path / SECRET_FILE).write_text(content)
     with pytest.raises(ConfigError) as caught:
         load_cluster_secret(tmp_path)
@@ -43,13 +43,13 @@ def test_a_broken_secret_file_is_an_error_and_is_kept(tmp_path, content):
     assert (tmp_path / SECRET_FILE).read_text() == content
 
 
-def test_a_state_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+def test_a_state_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot keep a secret"):
         load_cluster_secret(tmp_path / "file" / "state")
 
 
-def test_a_secret_that_others_can_read_is_mentioned(tmp_path, caplog):
+def test_a_secret_that_others_can_read_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_cluster_secret(tmp_path)
     (tmp_path / SECRET_FILE).chmod(0o644)
     with caplog.at_level(logging.WARNING):
@@ -58,14 +58,14 @@ def test_a_secret_that_others_can_read_is_mentioned(tmp_path, caplog):
     assert secret.hex() not in caplog.text
 
 
-def test_without_a_file_everybody_is_the_default_tenant(tmp_path):
+def test_without_a_file_everybody_is_the_default_tenant(tmp_path: Path) -> None:
     tenants = load_tenants(tmp_path, None)
     assert tenants.find(None) == tenants.find("Bearer anything")
     assert tenants.find(None).name == "default"
     assert load_tenants(tmp_path, None).find(None).secret == tenants.find(None).secret
 
 
-def test_keys_lead_to_tenants_with_their_own_secrets(tmp_path):
+def test_keys_lead_to_tenants_with_their_own_secrets(tmp_path: Path) -> None:
     path = tenants_file(
         tmp_path, {"tenants": [{"name": "a", "api_keys": [KEY, "k2"]}, {"name": "b", "api_keys": ["k3"]}]}
     )
@@ -80,7 +80,7 @@ def test_keys_lead_to_tenants_with_their_own_secrets(tmp_path):
 @pytest.mark.parametrize(
     "header", [None, "", "Bearer", "Bearer ", f"Basic {KEY}", KEY, "Bearer wrong", "Bearer \udc80"]
 )
-def test_other_keys_are_refused_without_repeating_them(tmp_path, header):
+def test_other_keys_are_refused_without_repeating_them(tmp_path: Path, header: str | None) -> None:
     tenants = load_tenants(tmp_path, tenants_file(tmp_path, {"tenants": [{"name": "a", "api_keys": [KEY]}]}))
     with pytest.raises(Unauthorized) as caught:
         tenants.find(header)
@@ -104,7 +104,7 @@ def test_other_keys_are_refused_without_repeating_them(tmp_path, header):
         {"tenants": [], "surprise": 1},
     ],
 )
-def test_a_bad_tenants_file_is_an_error_that_names_it_and_no_key(tmp_path, content):
+def test_a_bad_tenants_file_is_an_error_that_names_it_and_no_key(tmp_path: Path, content: object) -> None:
     path = tenants_file(tmp_path, content)
     with pytest.raises(ConfigError) as caught:
         load_tenants(tmp_path, path)
@@ -112,6 +112,6 @@ def test_a_bad_tenants_file_is_an_error_that_names_it_and_no_key(tmp_path, conte
     assert KEY not in str(caught.value)
 
 
-def test_a_missing_tenants_file_is_an_error(tmp_path):
+def test_a_missing_tenants_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_tenants(tmp_path, tmp_path / "none.json")

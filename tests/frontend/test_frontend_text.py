@@ -27,7 +27,9 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 
 
 @given(LETTERS, STOPS, st.lists(st.integers(0, 100), max_size=10))
-def test_matches_are_those_of_a_naive_search_however_the_text_is_cut(text, stops, cuts):
+def test_matches_are_those_of_a_naive_search_however_the_text_is_cut(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     matcher, shown, stopped = StopMatcher(stops), "", False
     wanted, wanted_stop = naive(text, stops)
     for piece in cut(text, cuts):
@@ -41,7 +43,7 @@ def test_matches_are_those_of_a_naive_search_however_the_text_is_cut(text, stops
     assert (shown, stopped) == (wanted, wanted_stop)
 
 
-def test_only_a_possible_beginning_is_withheld():
+def test_only_a_possible_beginning_is_withheld() -> None:
     matcher = StopMatcher(["STOP"])
     assert matcher.push("abcST") == ("abc", False)
     assert matcher.push("A") == ("STA", False)
@@ -49,7 +51,7 @@ def test_only_a_possible_beginning_is_withheld():
     assert matcher.push("OPx") == ("", True)
 
 
-def test_without_stops_nothing_is_withheld():
+def test_without_stops_nothing_is_withheld() -> None:
     matcher = StopMatcher([])
     assert matcher.push("abc") == ("abc", False)
     assert matcher.finish() == ""
@@ -64,11 +66,11 @@ def run(text: str, reason: str, stops: list[str], min_tokens: int = 0) -> list[T
     return pieces
 
 
-def test_a_stop_token_has_no_text():
+def test_a_stop_token_has_no_text() -> None:
     assert run("ab$", "stop", []) == [("a", None), ("b", None), ("", "stop")]
 
 
-def test_tokens_that_come_together_have_the_text_of_single_ones():
+def test_tokens_that_come_together_have_the_text_of_single_ones() -> None:
     for reason in ("stop", "length"):
         assembler = TextAssembler(LetterDecoder(), [])
         assert assembler.push_all([ord("a"), ord("b")], None) == ("ab", None)
@@ -77,15 +79,15 @@ def test_tokens_that_come_together_have_the_text_of_single_ones():
     assert TextAssembler(LetterDecoder(), []).push_all([], "length") == ("", "length")
 
 
-def test_withheld_text_comes_out_at_the_end():
+def test_withheld_text_comes_out_at_the_end() -> None:
     assert run("aS", "length", ["STOP"]) == [("a", None), ("S", "length")]
 
 
-def test_a_stop_string_in_the_last_token_wins_over_length():
+def test_a_stop_string_in_the_last_token_wins_over_length() -> None:
     assert run("aST", "length", ["ST"]) == [("a", None), ("", None), ("", "stop")]
 
 
-def test_stop_strings_do_not_count_before_min_tokens():
+def test_stop_strings_do_not_count_before_min_tokens() -> None:
     pieces = run("xxaxb", "length", ["x"], min_tokens=3)
     assert "".join(piece.text for piece in pieces) == "xxa"
     assert pieces[-1].finish_reason == "stop"
@@ -105,7 +107,7 @@ class SlowDecoder:
         return self._held
 
 
-def test_a_stop_string_in_flushed_text_is_found():
+def test_a_stop_string_in_flushed_text_is_found() -> None:
     assembler = TextAssembler(SlowDecoder(), ["b"])
     assert assembler.push(ord("a"), None) == ("", None)
     assert assembler.push(ord("b"), "length") == ("a", "stop")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
 
 import psutil
 import pytest
-from frontend_cluster import MODEL, LetterCodec, load_toy, until
+from frontend_cluster import MODEL, LetterCodec, load_toy
+from waiting import until
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, Overloaded, PromptTooLong, Unavailable
 from moonpool.frontend import preparing, prompt_process, prompts
 from moonpool.frontend.preparing import SHORT_NBYTES, Preparer, load_call
-from moonpool.frontend.prompts import CHAT, COMPLETION, Endpoint, ServedModel, prepare
+from moonpool.frontend.prompts import CHAT, COMPLETION, Endpoint, Prepared, ServedModel, prepare
 
 MAX_LEN = 200_000
 LONG = "long text " * 10_000
@@ -38,7 +41,7 @@ def prompt_processes() -> list[psutil.Process]:
 
 
 @pytest.fixture
-async def preparer():
+async def preparer() -> AsyncIterator[Preparer]:
     """Its own model must not be used for long prompts."""
     preparer = Preparer(ServedModel(MODEL, ForbiddenCodec(), MAX_LEN), load_call(load_toy, MODEL, None, MAX_LEN))
     yield preparer
@@ -46,7 +49,7 @@ async def preparer():
     assert prompt_processes() == []
 
 
-BODIES = [
+BODIES: list[tuple[Endpoint[Any], bytes]] = [
     (CHAT, chat(LONG, stop=["a", "b"], temperature=0.5, stream=True, stream_options={"include_usage": True})),
     (CHAT, chat([{"type": "text", "text": LONG}], user="zoe", seed=3, logprobs=True, top_logprobs=2)),
     (COMPLETION, text([LONG, "short"], n=2, max_tokens=7, logprobs=3)),
@@ -59,7 +62,7 @@ BODIES = [
 ]
 
 
-async def outcome(work: object) -> object:
+async def outcome(work: Awaitable[Prepared[Any]]) -> object:
     try:
         prepared = await work
     except MoonpoolError as error:
@@ -68,7 +71,7 @@ async def outcome(work: object) -> object:
     return fields, prepared.prompts
 
 
-async def test_a_process_gives_what_a_thread_gives(preparer):
+async def test_a_process_gives_what_a_thread_gives(preparer: Preparer) -> None:
     model = ServedModel(MODEL, LetterCodec(), MAX_LEN)
     for endpoint, raw in BODIES:
         assert len(raw) > SHORT_NBYTES
@@ -77,28 +80,34 @@ async def test_a_process_gives_what_a_thread_gives(preparer):
         assert there == here, raw[:80]
 
 
-async def test_a_process_that_dies_costs_one_request(preparer):
+async def until_busy(preparer: Preparer) -> None:
+    process = preparer._process
+    assert process is not None
+    await until(process._lock.locked, "the process has a prompt")
+
+
+async def test_a_process_that_dies_costs_one_request(preparer: Preparer) -> None:
     assert (await preparer.prepare(CHAT, chat(LONG))).prompts
     (child,) = prompt_processes()
     child.suspend()
     asking = asyncio.create_task(preparer.prepare(CHAT, chat(LONG)))
-    await until(lambda: preparer._process._lock.locked())
+    await until_busy(preparer)
     child.kill()
     with pytest.raises(Unavailable, match="try again"):
         await asking
     assert (await preparer.prepare(CHAT, chat(LONG))).prompts
 
 
-async def test_a_client_that_leaves_does_not_mix_up_answers(preparer):
+async def test_a_client_that_leaves_does_not_mix_up_answers(preparer: Preparer) -> None:
     leaving = asyncio.create_task(preparer.prepare(CHAT, chat(LONG)))
-    await until(lambda: preparer._process._lock.locked())
+    await until_busy(preparer)
     leaving.cancel()
     await asyncio.wait((leaving,))
     prompt = "y" * 100_000
     assert (await preparer.prepare(COMPLETION, text(prompt))).prompts == [LetterCodec().encode(prompt)]
 
 
-async def test_only_so_many_long_prompts_wait(preparer, monkeypatch):
+async def test_only_so_many_long_prompts_wait(preparer: Preparer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "MAX_WAITING", 2)
     asking = [asyncio.create_task(preparer.prepare(CHAT, chat(LONG))) for _ in range(3)]
     results = await asyncio.gather(*asking, return_exceptions=True)
@@ -122,13 +131,15 @@ MODEL_400 = ServedModel(MODEL, LetterCodec(), 400)
         (COMPLETION, text([[1], [1] * 401]), "401 tokens"),
     ],
 )
-def test_too_much_is_refused_before_it_is_validated(endpoint: Endpoint, raw: bytes, reason: str, monkeypatch):
+def test_too_much_is_refused_before_it_is_validated(
+    endpoint: Endpoint[Any], raw: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompts, "validated", None)
     with pytest.raises(PromptTooLong, match=reason):
         prepare(MODEL_400, endpoint, raw)
 
 
-def test_the_limits_follow_from_the_context():
+def test_the_limits_follow_from_the_context() -> None:
     assert MODEL_400.max_prompt_chars == 400
     assert MODEL_400.max_messages == 400
     assert MODEL_400.max_body_nbytes == 3 * 400 + 64 * 1024

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
@@ -27,7 +29,7 @@ def counted(metrics: FrontendMetrics) -> Counters:
 
 
 def prefill(metrics: FrontendMetrics, num_tokens: int, ttft_s: float = 0.02, **tokens: int) -> None:
-    fields = {"local_tokens": 0, "pool_tokens": 0, **tokens}
+    fields: dict[str, Any] = {"local_tokens": 0, "pool_tokens": 0, **tokens}
     reply = PrefillReply(first=TokenOut(1), finish_reason=None, pool_nbytes=0, queue_s=0.0, compute_s=0.0, **fields)
     metrics.count_prefill(num_tokens, reply, ttft_s)
 

@@ -1,19 +1,52 @@
-"""Traces for tests: small random ones, and the real one where it is at hand."""
+"""Traces for tests: small random ones, and whole hours: a generated one, and Mooncake's where it is at hand."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
 from moonpool.traces.columns import Trace, offsets_of
+from moonpool.traces.distributions import Arrivals
+from moonpool.traces.generate import generate
+from moonpool.traces.mooncake_jsonl import read_jsonl
 
 BLOCK_TOKENS = 4
 CONVERSATION = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
-needs_conversation = pytest.mark.skipif(not CONVERSATION.exists(), reason=f"Mooncake's trace is not at {CONVERSATION}")
+HOURS = ["generated", *(["conversation"] if CONVERSATION.exists() else [])]
+
+
+@cache
+def hour(name: str) -> Trace:
+    """Return one of HOURS: chat traffic of 12,031 requests in 3,537 s, in bursts every 3 s."""
+    if name == "conversation":
+        return read_jsonl(CONVERSATION)
+    return generate("chat", num_requests=12_031, rate_per_s=3.4, seed=0, arrivals=Arrivals(cv=2.4, step_s=3.0))
+
+
+def run_lru(trace: Trace, num_blocks: float) -> list[int]:
+    """Leading hits of each request in a cache of so many blocks that is really run."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = []
+    for request in trace:
+        ids = request.block_ids.tolist()
+        hits.append(next((at for at, block in enumerate(ids) if block not in cache), len(ids)))
+        for block in reversed(ids):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > num_blocks:
+            cache.popitem(last=False)
+    return hits
+
+
+def run_share(trace: Trace, capacity_tokens: float) -> float:
+    """The share of the input tokens that such a cache hits; the last token of a prompt is always computed."""
+    hits = np.array(run_lru(trace, capacity_tokens // trace.block_tokens))
+    return float(np.minimum(hits * trace.block_tokens, trace.num_input - 1).sum() / trace.num_input.sum())
 
 
 def make_trace(rows: Sequence[tuple[float, int, int, Sequence[int]]], block_tokens: int = BLOCK_TOKENS) -> Trace:
@@ -49,7 +82,7 @@ def traces(draw: st.DrawFn, *, chained: bool = True, min_size: int = 1, max_size
 def _continued(draw: st.DrawFn, rows: Sequence[tuple[float, int, int, list[int]]], fresh: int) -> tuple[int, list[int]]:
     """Input and ids of a request that begins like a row, is the same, or is new. Partial blocks are never continued."""
     ids: list[int] = []
-    if rows and draw(st.booleans()):
+    if len(rows) > 0 and draw(st.booleans()):
         _, num_input, _, ids = draw(st.sampled_from(rows))
         if draw(st.integers(0, 3)) == 0:
             return num_input, ids

@@ -10,11 +10,17 @@ import numpy as np
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_shape import preset
 from moonpool.sim.physics.paper_fit import paper_cost
+from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.config import ClusterConfig
 from moonpool.sim.world.coupled import CoupledConfig
 from moonpool.traces.columns import Trace
 
 BLOCK = 512
+
+
+def workers_of(world: SimCluster) -> list[Any]:
+    """All of them, of both roles: what these have in common has no type of its own."""
+    return [*world.prefills.values(), *world.decodes.values()]
 
 
 def trace_of(*requests: tuple[float, int, int, list[int]]) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_wrong_calls_change_nothing() -> None:
     catalog.update("p", ["a"], handle=stored(1, "x"))
     two_stages = stored(1, "x")
     two_stages["stage_refs"]["more"] = {"manifest_key": "k"}
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: catalog.update("p", ["a", "b"], tags=[{}]),
         lambda: catalog.update("p", ["a"]),
         lambda: catalog.update("p", ["a", "a"], tags=[{}, {}]),
@@ -75,7 +76,8 @@ def test_wrong_calls_change_nothing() -> None:
         lambda: catalog.resolve("p", ["c"]),
         lambda: catalog.resolve("p", ["b"]),
         lambda: catalog.resolve("p", ["a", "b"], ["x"]),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(ValueError):
             call()
     assert catalog.list() == {"p": {"a": {}, "b": {}}}

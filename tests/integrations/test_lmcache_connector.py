@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from engine_pool import stop
-from store_pool import MIB, LocalPool, RoleProcess, wait_until
+from store_pool import MIB, LocalPool, RoleProcess
+from waiting import wait_until
 
 from moonpool.base.errors import ConfigError
 from moonpool.integrations.lmcache import LmcacheConnector, LmcacheSettings
@@ -173,7 +174,9 @@ def test_a_master_that_is_away_costs_misses_and_comes_back(connector: LmcacheCon
     assert answer(connector, connector.submit_batch_delete(KEYS[:1]))[::2] == (False, [False])
     assert connector.counters()["master_outages"] == 1
     pool.start_master()
-    wait_until(lambda: answer(connector, connector.submit_batch_exists(KEYS[:2]))[2] == [True, True])
+    wait_until(
+        lambda: answer(connector, connector.submit_batch_exists(KEYS[:2]))[2] == [True, True], "the master is back"
+    )
 
 
 def test_the_pool_may_start_after_lmcache(tmp_path: Path) -> None:
@@ -182,7 +185,9 @@ def test_the_pool_may_start_after_lmcache(tmp_path: Path) -> None:
         assert answer(connector, connector.submit_batch_exists(KEYS[:1]))[::2] == (False, [False])
         pool = LocalPool(tmp_path, dram_nbytes=4 * MIB)
         try:
-            wait_until(lambda: answer(connector, connector.submit_batch_set(KEYS[:1], [chunk(0)]))[0])
+            wait_until(
+                lambda: answer(connector, connector.submit_batch_set(KEYS[:1], [chunk(0)]))[0], "the pool has started"
+            )
         finally:
             pool.close()
     finally:
@@ -198,7 +203,10 @@ def test_a_node_that_does_not_answer_is_a_miss(
     node = RoleProcess("node", **config)
     connector = make_connector(shm=False)
     try:
-        wait_until(lambda: answer(connector, connector.submit_batch_set(KEYS[:2], [chunk(0), chunk(1)]))[0])
+        wait_until(
+            lambda: answer(connector, connector.submit_batch_set(KEYS[:2], [chunk(0), chunk(1)]))[0],
+            "the node has mounted",
+        )
         rooms = [room(), room()]
         assert answer(connector, connector.submit_batch_get(KEYS[:2], rooms))[2] == [True, True]
         if signal_number == signal.SIGSTOP:
@@ -210,7 +218,9 @@ def test_a_node_that_does_not_answer_is_a_miss(
         assert answer(connector, connector.submit_batch_exists(KEYS[:2]))[2] == [False, False]
         if signal_number == signal.SIGSTOP:
             node.process.send_signal(signal.SIGCONT)
-            wait_until(lambda: answer(connector, connector.submit_batch_exists(KEYS[:2]))[2] == [True, True])
+            wait_until(
+                lambda: answer(connector, connector.submit_batch_exists(KEYS[:2]))[2] == [True, True], "it goes on"
+            )
             assert answer(connector, connector.submit_batch_get(KEYS[:2], rooms))[2] == [True, True]
             assert rooms == [chunk(0), chunk(1)]
     finally:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from store_pool import MIB, LoopThread, wait_until
+from store_pool import MIB, LoopThread
+from waiting import HANG_S, wait_until
 
 from moonpool.base.address import parse_address
 from moonpool.integrations.mooncake import MooncakeDistributedStore
@@ -34,7 +35,7 @@ class AdminPool:
         return made
 
     def ask(self, method: str, url: str, body: str | None = None, port: int | None = None) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", port or self.master.admin_port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.master.admin_port, timeout=HANG_S)
         connection.request(method, url, body)
         answer = connection.getresponse()
         text = answer.read().decode()
@@ -109,7 +110,7 @@ def test_segments_and_a_drain(pool: AdminPool) -> None:
     job = pool.json("POST", "/api/v1/drain_jobs", body)
     assert (job["success"], job["status"]) == (True, "CREATED")
     query = f"/api/v1/drain_jobs/query?job_id={job['job_id']}"
-    wait_until(lambda: pool.json("GET", query)["status_name"] == "SUCCEEDED")
+    wait_until(lambda: pool.json("GET", query)["status_name"] == "SUCCEEDED", "the job is done")
     over = pool.json("GET", query)
     assert (over["active_units"], over["failed_units"], over["segments"]) == (0, 0, ["127.0.0.1:19102"])
     status = pool.json("GET", "/api/v1/segments/status?segment=127.0.0.1:19102")

@@ -31,7 +31,7 @@ class FakeGpu:
         self.memory = np.random.default_rng(1).integers(0, 256, 512 * KIB, np.uint8)
         self.device = FakeDevice()
         self.waited_for: list[int] = []
-        self.device.wait_stream = self.waited_for.append  # type: ignore[method-assign]
+        self.device.wait_stream = self.waited_for.append  # type: ignore[method-assign, assignment]
 
     @property
     def address(self) -> int:

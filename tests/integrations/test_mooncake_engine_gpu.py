@@ -51,7 +51,7 @@ def test_transfers_follow_the_work_of_a_stream(peer: EnginePeer) -> None:
 
     engine = MooncakeTransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-    stream, matrix = torch.cuda.Stream(), torch.rand(4096, 4096, device="cuda")
+    stream, matrix = torch.cuda.Stream(), torch.rand(4096, 4096, device="cuda")  # type: ignore[no-untyped-call]
     value, back = (
         torch.zeros(1024, dtype=torch.uint8, device="cuda"),
         torch.zeros(1024, dtype=torch.uint8, device="cuda"),

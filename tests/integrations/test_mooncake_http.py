@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.errors import AlreadyExists, ConfigError, InvalidInput, NotFound, PeerLost
 from moonpool.integrations.mooncake.http_metadata import KVBootstrapServer, KVPoll
@@ -31,7 +32,7 @@ def ask(connection: http.client.HTTPConnection, method: str, url: str, body: byt
 
 
 def test_entries_over_one_connection(server: KVBootstrapServer) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_S)
     url = "/metadata?key=mooncake%2Fram%2Fx"
     assert ask(connection, "GET", url)[0] == 404
     assert ask(connection, "PUT", url, b"1")[0] == 200
@@ -64,16 +65,16 @@ def test_entries_over_one_connection(server: KVBootstrapServer) -> None:
     ],
 )
 def test_requests_that_are_refused(server: KVBootstrapServer, request_bytes: bytes, status: int) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as sock:
         sock.sendall(request_bytes)
         answer = sock.recv(4096)
     assert int(answer.split()[1]) == status
 
 
 def test_half_a_request_harms_nobody(server: KVBootstrapServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as sock:
         sock.sendall(b"PUT /metadata?key=x HTTP/1.1\r\nContent-Length: 5\r\n\r\nab")
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_S)
     assert ask(connection, "GET", "/metadata?key=x")[0] == 404
     connection.close()
 

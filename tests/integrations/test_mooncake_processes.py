@@ -11,7 +11,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from store_pool import wait_until
+from waiting import HANG_S, wait_until
 
 from moonpool.integrations.mooncake import MooncakeDistributedStore
 from moonpool.integrations.mooncake.segment_names import reserve_port
@@ -40,7 +40,7 @@ def start(stack: ExitStack, folder: Path, *arguments: str) -> tuple[subprocess.P
 
 def stop(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
-    _, rest = process.communicate(timeout=20)
+    _, rest = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, rest
 
 
@@ -63,7 +63,7 @@ def test_a_store_on_a_master_and_a_client() -> None:
         (replica,) = store.get_replica_desc("k")
         assert replica.get_memory_descriptor().buffer_descriptor.transport_endpoint == f"127.0.0.1:{port}"
         stop(client)
-        wait_until(lambda: store.is_exist("k") == 0)
+        wait_until(lambda: store.is_exist("k") == 0, "the client took its object along")
         store.close()
         stop(master)
         assert list(folder.iterdir()) == []

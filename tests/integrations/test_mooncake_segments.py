@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 from mooncake_arena import value_of
-from store_pool import MIB, LocalPool, wait_until
+from store_pool import MIB, LocalPool
+from waiting import wait_until
 
 from moonpool.integrations.mooncake import MooncakeDistributedStore, ReplicateConfig
 from moonpool.integrations.mooncake.host_memory import (
@@ -47,7 +48,7 @@ def test_a_grace_period_moves_the_objects_first(store: MooncakeDistributedStore,
     (segment,) = store.allocate_and_mount_segment(MIB)["segment_ids"]
     assert store.put("k", value_of(1000), ReplicateConfig(preferred_segment=segment)) == 0
     assert store.unmount_and_free_segment([segment], grace_period_seconds=60) == 0
-    wait_until(lambda: segments(pool) == ["n0.dram"])
+    wait_until(lambda: segments(pool) == ["n0.dram"], "its segment is gone")
     assert store.get("k") == value_of(1000)
 
 
@@ -67,7 +68,7 @@ def test_a_forgotten_store_takes_its_memory_back(pool: LocalPool) -> None:
     assert len(segments(pool)) == 2
     del store
     gc.collect()
-    wait_until(lambda: segments(pool) == ["n0.dram"])
+    wait_until(lambda: segments(pool) == ["n0.dram"], "its segment is gone")
 
 
 def test_what_cannot_be_mounted_has_a_code(store: MooncakeDistributedStore) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mooncake_arena import Arena, value_of
-from store_pool import MIB, LocalPool, wait_until
+from store_pool import MIB, LocalPool
+from waiting import HANG_S, wait_until
 
 from moonpool.integrations.mooncake import MooncakeDistributedStore, ReplicateConfig, SoftPinAction, shadow_path
 
@@ -205,10 +206,10 @@ def test_wrong_bytes_are_refused_and_then_a_miss(store: MooncakeDistributedStore
     end = replica.buffer_address + replica.size
     pool.nodes[0].segment.memory[end - 100 : end] = bytes(100)
     pointers = arena.pointers([4096, 4096], at=100_000)
-    get = [["k"], [pointers], [[4096, 4096]]]
-    assert store.batch_get_into_multi_buffers(*get) == [CHECKSUM]
+    sizes = [[4096, 4096]]
+    assert store.batch_get_into_multi_buffers(["k"], [pointers], sizes) == [CHECKSUM]
     assert store.counters()["corrupt_replicas"] == 1
-    assert store.batch_get_into_multi_buffers(*get) == [NOT_FOUND]
+    assert store.batch_get_into_multi_buffers(["k"], [pointers], sizes) == [NOT_FOUND]
     assert put_parts(store, arena, "k", value, [4096, 4096]) == 0
     assert store.get("k") == value
 
@@ -307,7 +308,7 @@ def test_a_process_that_just_exits_takes_its_memory_along(pool: LocalPool) -> No
     path = os.pathsep.join([shadow_path(), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", script, pool.address], env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0
-    wait_until(lambda: len(pool.on_loop(pool.master.state.stats).segments) == 1)
+    wait_until(lambda: len(pool.on_loop(pool.master.state.stats).segments) == 1, "its segment is gone")
 
 
 def test_the_module_prints_what_belongs_on_the_path() -> None:
@@ -348,7 +349,7 @@ store = MooncakeDistributedStore()
 assert store.setup("127.0.0.1", "", 4 << 20, 1, "tcp", "", "{pool.address}") == 0
 assert store.put("k", b"v") == 0
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert [each.name for each in pool.master.state.stats().segments] == ["n0.dram"], "it has said goodbye"
 
@@ -371,8 +372,15 @@ def test_wishes_that_cannot_be_are_refused(store: MooncakeDistributedStore) -> N
     with pytest.raises(TypeError):
         config.soft_pin_ttl_ms = -1
     with pytest.raises(AttributeError):
-        config.with_soft_pin = True  # type: ignore[attr-defined]
+        config.with_soft_pin = True
     assert "replica_num=0" in str(config)
+
+
+def close_engine(pool: LocalPool) -> None:
+    """As if the node had died, before the master knows."""
+    engine = pool.nodes[0]._engine
+    assert engine is not None
+    engine.close()
 
 
 def test_what_cannot_be_read_does_not_exist_so_that_an_engine_does_not_ask_again(
@@ -382,7 +390,7 @@ def test_what_cannot_be_read_does_not_exist_so_that_an_engine_does_not_ask_again
     arena = Arena(store)
     assert put_parts(store, arena, "k", value_of(100), [100]) == 0
     assert store.is_exist("k") == 1
-    pool.nodes[0]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
+    close_engine(pool)
     with caplog.at_level("WARNING", "moonpool"):
         assert store.batch_get_into_multi_buffers(["k"], [[arena.address]], [[100]]) == [-800]
         assert [store.is_exist("k") for _ in range(100)] == [0] * 100
@@ -394,14 +402,15 @@ def test_a_put_whose_node_cannot_be_reached_or_is_gone_is_a_failed_transfer(
     make_store: MakeStore, pool: LocalPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store()
-    assert store._session is not None
-    directory = store._session.client.directory
+    session = store._session
+    assert session is not None
+    directory = session.client.directory
     with monkeypatch.context() as gone:  # the master forgets the node between allotting its memory and the write
         gone.setattr(directory, "_known", {})
         gone.setattr(directory, "_list_segments", list)
         assert [store.put("k", b"v"), store.upsert("u", b"v")] == [-800, -800]
     assert store.put("k", b"v") == 0
-    pool.nodes[0]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
+    close_engine(pool)
     assert [store.put("l", b"v"), store.put("m", bytes(300_000)), store.put_batch(["n"], [b"v"])] == [-800] * 3
 
 
@@ -418,5 +427,5 @@ def test_an_outage_of_the_master_fails_calls_at_once_and_is_logged_once(
     assert len(ours) == 1
     assert store.counters()["master_outages"] == 1
     pool.start_master()
-    wait_until(lambda: store.is_exist("k") == 1)
+    wait_until(lambda: store.is_exist("k") == 1, "the master is back")
     assert store.get("k") == b"v"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 from mooncake_arena import value_of
-from store_pool import MIB, LocalPool, wait_until
+from store_pool import MIB, LocalPool
+from waiting import wait_until
 
 from moonpool.integrations.mooncake import (
     MooncakeDistributedStore,
@@ -41,7 +42,7 @@ def finish(store: MooncakeDistributedStore, created: tuple[tuple[int, int], int]
         found[:] = [response]
         return response.status in (TaskStatus.SUCCESS, TaskStatus.FAILED)
 
-    wait_until(has_ended)
+    wait_until(has_ended, "the task has ended")
     return found[0]
 
 

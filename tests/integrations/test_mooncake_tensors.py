@@ -52,7 +52,7 @@ def numbers(*shape: int, dtype: Any = torch.float32) -> Any:
 def same(first: Any, second: Any) -> bool:
     if first is None or first.dtype != second.dtype or first.shape != second.shape:
         return False
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (first, second)))
+    return bool(torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (first, second))))
 
 
 def tp(rank: int, size: int, dim: int, *more: ParallelAxis) -> TensorParallelism:

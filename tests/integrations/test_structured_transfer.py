@@ -99,12 +99,17 @@ def test_what_zero_copy_cannot_do_is_refused(transfer: MooncakeBundleTransfer) -
 
 
 @pytest.fixture
-def buffers(make_store: Any) -> BufferPool:
-    return BufferPool(make_store(local_buffer_size=64 * KIB))
+def pooled_store(make_store: Any) -> Any:
+    return make_store(local_buffer_size=64 * KIB)
 
 
-def test_arrays_are_written_from_and_read_into_the_pool(buffers: BufferPool) -> None:
-    transfer = MooncakeBundleTransfer(buffers._store, "p", default_chunk_bytes=KIB, buffer_pool=buffers)  # type: ignore[arg-type]
+@pytest.fixture
+def buffers(pooled_store: Any) -> BufferPool:
+    return BufferPool(pooled_store)
+
+
+def test_arrays_are_written_from_and_read_into_the_pool(pooled_store: Any, buffers: BufferPool) -> None:
+    transfer = MooncakeBundleTransfer(pooled_store, "p", default_chunk_bytes=KIB, buffer_pool=buffers)
     array = np.arange(1000).reshape(100, 10)
     ref = transfer.put_object({"x": array, "b": b"abc"})
     found = transfer.get_object(ref)
@@ -124,8 +129,8 @@ def test_arrays_are_written_from_and_read_into_the_pool(buffers: BufferPool) -> 
     buffers.close()
 
 
-def test_a_pool_that_is_too_small_is_left_alone(buffers: BufferPool) -> None:
-    transfer = MooncakeBundleTransfer(buffers._store, "p", buffer_pool=buffers)  # type: ignore[arg-type]
+def test_a_pool_that_is_too_small_is_left_alone(pooled_store: Any, buffers: BufferPool) -> None:
+    transfer = MooncakeBundleTransfer(pooled_store, "p", buffer_pool=buffers)
     arrays = {f"x{number}": np.full(6000, number) for number in range(5)}
     ref = transfer.put_object(arrays)  # one fits into the pool, all five do not
     found = transfer.get_object(ref)
@@ -136,8 +141,8 @@ def test_a_pool_that_is_too_small_is_left_alone(buffers: BufferPool) -> None:
     assert np.array_equal(transfer.get_object(again)["x4"], arrays["x4"])
 
 
-def test_columns_in_the_pool(buffers: BufferPool) -> None:
-    transfer = MooncakeBundleTransfer(buffers._store, "p", buffer_pool=buffers)  # type: ignore[arg-type]
+def test_columns_in_the_pool(pooled_store: Any, buffers: BufferPool) -> None:
+    transfer = MooncakeBundleTransfer(pooled_store, "p", buffer_pool=buffers)
     rows = [np.arange(3), None, np.arange(5)]
     data = {"a": column(*rows), "w": column("x", None, "yz"), "t": column(torch.ones(2), None, torch.zeros(1))}
     ref = transfer.put_dataproto({"non_tensor_batch": data})

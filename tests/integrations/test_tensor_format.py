@@ -69,7 +69,9 @@ def test_any_bytes_are_a_header_or_invalid_input(header: TensorHeader, at: int, 
     spoiled = bytearray(header.pack())
     spoiled[at : at + len(noise)] = noise
     with suppress(InvalidInput):
-        unpack_header(bytes(spoiled[:HEADER_NBYTES]), header.nbytes)
+        found = unpack_header(bytes(spoiled[:HEADER_NBYTES]), header.nbytes)
+        assert found.nbytes == header.nbytes, "no header promises more than the object has"
+        assert unpack_header(found.pack(), found.nbytes) == found
 
 
 @given(st.binary(max_size=400))

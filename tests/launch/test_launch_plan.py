@@ -16,7 +16,7 @@ from moonpool.conductor.service import ConductorConfig
 from moonpool.frontend.service import FrontendConfig
 from moonpool.launch.child import to_arguments
 from moonpool.launch.plan import Role, ServeConfig, plan_machine, plan_roles
-from moonpool.launch.supervisor import ChildSpec, Supervisor
+from moonpool.launch.supervisor import ChildSpec, Ready, Start, Supervisor, Tick
 from moonpool.master.service import MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.worker.config import WorkerConfig
@@ -127,7 +127,15 @@ def test_the_pool_has_a_tcp_port_only_behind_a_secret() -> None:
 
 def test_the_plan_can_be_supervised() -> None:
     roles = plan(prefill=2, decode=3, nodes=2, frontends=2).values()
-    Supervisor([ChildSpec(role.name, role.after, role.first_after, role.uses) for role in roles])
+    supervisor = Supervisor([ChildSpec(role.name, role.after, role.first_after, role.uses) for role in roles])
+    started: list[str] = []
+    new = [action.name for action in supervisor.handle(Tick(), 0.0) if isinstance(action, Start)]
+    while new:
+        started += new
+        actions = [action for name in new for action in supervisor.handle(Ready(name), 0.0)]
+        new = [action.name for action in actions if isinstance(action, Start)]
+    assert sorted(started) == sorted(role.name for role in roles), "each is started once"
+    assert supervisor.complete
 
 
 @pytest.mark.parametrize(
@@ -156,7 +164,7 @@ def test_senseless_settings_are_refused(settings: dict[str, Any]) -> None:
 
 
 def test_the_conductor_knows_the_length_for_pipelines() -> None:
-    settings = {"prefill": 2, "pipeline": 2, "pipeline_min_tokens": 1000}
+    settings: dict[str, Any] = {"prefill": 2, "pipeline": 2, "pipeline_min_tokens": 1000}
     ServeConfig(**settings).check()
     arguments = to_arguments(plan(**settings)["conductor"].options)
     assert arguments[arguments.index("--policy-pipeline-min-tokens") + 1] == "1000"

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import HANG_S, wait_until
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.errors import PeerLost
@@ -67,7 +67,7 @@ def launched(folder: Path, second: str) -> Iterator[subprocess.Popen[str]]:
 def wait_complete(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "complete\n"
-    children = psutil.Process(launcher.pid).children()
+    children: list[psutil.Process] = psutil.Process(launcher.pid).children()
     assert len(children) == 2
     return children
 
@@ -79,39 +79,25 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def all_gone_within(processes: list[psutil.Process], timeout_s: float) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while not all(is_gone(process) for process in processes):
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def incarnation(address: str, timeout_s: float = 20.0) -> int:
-    """Asks the conductor there; waits while it is being started again."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        client = BlockingClient(address, CONDUCTOR_SERVICE)
-        try:
-            client.call(Status(), timeout_s=5)
-            assert client.peer is not None
-            return client.peer.incarnation
-        except PeerLost:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
-        finally:
-            client.close()
+def incarnation(address: str) -> int | None:
+    """Asks the conductor there; None while it is being started again."""
+    client = BlockingClient(address, CONDUCTOR_SERVICE)
+    try:
+        client.call(Status(), timeout_s=HANG_S)
+        assert client.peer is not None
+        return client.peer.incarnation
+    except PeerLost:
+        return None
+    finally:
+        client.close()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_leaves_nothing(folder: Path, signum: signal.Signals) -> None:
     with launched(folder, f"unix:{folder}/second.sock") as launcher:
         children = wait_complete(launcher)
-        begin_s = time.monotonic()
         launcher.send_signal(signum)
-        _, err = launcher.communicate(timeout=10)
-        assert time.monotonic() - begin_s < 5
+        _, err = launcher.communicate(timeout=HANG_S)  # KILL_AFTER_S at most: test_supervisor.py, in virtual time
         assert launcher.returncode == 0, err
         assert all(is_gone(child) for child in children)
         assert sorted(path.name for path in folder.iterdir()) == ["first.log", "second.log"]
@@ -121,7 +107,7 @@ def test_children_of_a_killed_launcher_end_by_themselves(folder: Path) -> None:
     with launched(folder, f"unix:{folder}/second.sock") as launcher:
         children = wait_complete(launcher)
         launcher.kill()
-        assert all_gone_within(children, 2.0)
+        wait_until(lambda: all(map(is_gone, children)), "the children have ended without their launcher")
 
 
 def test_a_killed_child_comes_back_at_the_same_address(folder: Path) -> None:
@@ -129,18 +115,19 @@ def test_a_killed_child_comes_back_at_the_same_address(folder: Path) -> None:
     with launched(folder, address) as launcher:
         children = wait_complete(launcher)
         before = incarnation(address)
+        assert before is not None
         victim = next(child for child in children if "second" in child.cmdline())
         victim.kill()
-        assert all_gone_within([victim], 5.0)
-        assert incarnation(address) > before
+        wait_until(lambda: is_gone(victim), "the killed child has ended")
+        wait_until(lambda: (incarnation(address) or before) > before, "it is back at its address")
         launcher.terminate()
-        _, err = launcher.communicate(timeout=10)
+        _, err = launcher.communicate(timeout=HANG_S)
         assert "second ended (killed by SIGKILL); starting it again in 0.2 s" in err
 
 
 def test_a_child_that_cannot_start_ends_the_launch_with_its_reason(folder: Path) -> None:
     with launched(folder, "nonsense") as launcher:
-        out, err = launcher.communicate(timeout=30)
+        out, err = launcher.communicate(timeout=HANG_S)
         assert launcher.returncode == 1
         assert out == ""
         assert err.splitlines()[-1].startswith("second: 'nonsense' is not an address")
@@ -152,4 +139,4 @@ def test_children_do_not_hear_ctrl_c_themselves(folder: Path) -> None:
         for child in wait_complete(launcher):
             assert os.getpgid(child.pid) != os.getpgid(launcher.pid)
         launcher.terminate()
-        launcher.communicate(timeout=10)
+        launcher.communicate(timeout=HANG_S)

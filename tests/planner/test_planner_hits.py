@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from statistics import fmean
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_cases import BLOCK_TOKENS, CONVERSATION, make_trace, needs_conversation, traces
+from trace_cases import BLOCK_TOKENS, HOURS, hour, make_trace, run_lru, run_share, traces
 
 from moonpool.base.errors import InvalidInput
 from moonpool.planner.demand import PoolSize, ReuseProfile, TierHits, demand_of, prefill_times, saved_gpu_s, tier_hits
@@ -17,7 +18,6 @@ from moonpool.sim.physics.cost import PrefillCost
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_shape import preset
 from moonpool.traces.columns import Trace
-from moonpool.traces.mooncake_jsonl import read_jsonl
 from moonpool.traces.reuse import hit_curve
 
 COST = PrefillCost(base_s=0.1, per_token_s=0.01, per_square_s=0.001, per_prefix_s=0.002)
@@ -99,13 +99,30 @@ def test_what_makes_no_sense_is_refused() -> None:
         tier_hits(ReuseProfile.of(make_trace([(0.0, 4, 1, [0])])), PoolSize(-1.0), 1)
 
 
-@needs_conversation
-def test_the_conversation_trace_hits_what_is_known() -> None:
-    profile = ReuseProfile.of(read_jsonl(CONVERSATION))
-    known = {1e6: 5.4, 2e6: 8.6, 3e6: 13.9, 5e6: 21.1, 1e7: 29.1, 3e7: 36.6, 5e7: 37.1, float("inf"): 37.4}
+KNOWN_HITS = {1e6: 5.4, 2e6: 8.6, 3e6: 13.9, 5e6: 21.1, 1e7: 29.1, 3e7: 36.6, 5e7: 37.1, float("inf"): 37.4}
+
+
+def plain_times(trace: Trace, cost: PrefillCost) -> tuple[float, float]:
+    """Mean prefill times without a cache, and with one of 30 million tokens that is really run."""
+    leading = run_lru(trace, 3e7 // trace.block_tokens)
+    lengths = trace.num_input.tolist()
+    hits = [min(blocks * trace.block_tokens, length - 1) for blocks, length in zip(leading, lengths, strict=True)]
+    alone_s = [cost.prefill_s(length) for length in lengths]
+    cached_s = [cost.prefill_s(length, hit) for length, hit in zip(lengths, hits, strict=True)]
+    return fmean(alone_s), fmean(map(min, alone_s, cached_s))
+
+
+@pytest.mark.parametrize("name", HOURS)
+def test_an_hour_hits_what_is_known(name: str) -> None:
+    trace = hour(name)
+    profile = ReuseProfile.of(trace)
+    cost = machine_for(preset("llama3-70b"), node("a800")).cost.prefill
+    known, known_s = KNOWN_HITS, (1.681, 1.117)  # of the conversation trace
+    if name != "conversation":
+        known = {tokens: 100 * run_share(trace, tokens) for tokens in (1e6, 3e6, 1e7, float("inf"))}
+        known_s = plain_times(trace, cost)
     for tokens, percent in known.items():
         assert 100 * profile.share(tokens) == pytest.approx(percent, abs=0.1)
-    cost = machine_for(preset("llama3-70b"), node("a800")).cost.prefill
     alone_s = cost.prefills_s(profile.trace.num_input, np.zeros(len(profile.trace))).mean()
-    assert alone_s == pytest.approx(1.681, rel=0.01)
-    assert alone_s - saved_gpu_s(profile, cost, 3e7).mean() == pytest.approx(1.117, rel=0.01)
+    assert alone_s == pytest.approx(known_s[0], rel=0.01)
+    assert alone_s - saved_gpu_s(profile, cost, 3e7).mean() == pytest.approx(known_s[1], rel=0.01)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from moonpool.base.errors import InvalidInput
@@ -27,7 +29,7 @@ def sized(profile: ReuseProfile) -> Estimate:
     return fewest_nodes(SplitEstimator(demand, MACHINE, Targets(ttft_s=10.0, tbt_s=0.1)))
 
 
-def cheapest(profile: ReuseProfile, sized: Estimate, **prices: float) -> CheapestPool:
+def cheapest(profile: ReuseProfile, sized: Estimate, **prices: Any) -> CheapestPool:
     return cheapest_pool(profile, MACHINE, Prices(**prices), sized)
 
 

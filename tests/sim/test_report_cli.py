@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
+from waiting import HANG_S
 from world_cases import chat
 
 from moonpool import __version__
@@ -24,7 +25,7 @@ from moonpool.traces.mooncake_jsonl import read_jsonl, write_jsonl
 
 def replay_command(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moonpool", "replay", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.fixture(scope="module")

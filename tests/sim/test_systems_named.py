@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from world_cases import chat
@@ -18,8 +19,8 @@ TRACE = chat(60, seed=2)
 FLEET = make_fleet(num_nodes=4)
 
 
-def run(chosen: System, goals: Goals = Goals(), **fleet: object) -> Results:  # noqa: B008  # it never changes
-    machines = make_fleet(num_nodes=4, **fleet) if fleet else FLEET  # type: ignore[arg-type]
+def run(chosen: System, goals: Goals = Goals(), **fleet: Any) -> Results:  # noqa: B008  # it never changes
+    machines = make_fleet(num_nodes=4, **fleet) if fleet else FLEET
     return Results.of(chosen.make(TRACE, machines, goals).run())
 
 
@@ -33,7 +34,7 @@ def test_every_system_serves_the_trace(name: str) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_is_switched_off(feature: str) -> None:
-    disks = {"ssd_nbytes": 1e12, "dram_nbytes": 5e9} if feature == "ssd" else {}
+    disks: dict[str, Any] = {"ssd_nbytes": 1e12, "dram_nbytes": 5e9} if feature == "ssd" else {}
     full, less = run(system("moonpool"), **disks), run(without(feature), **disks)
     if feature == "pool":
         assert less.hit_share("remote") == less.hit_share("dram") == 0 < full.hit_share("remote")

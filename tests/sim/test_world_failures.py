@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from world_cases import BLOCK, chat, cluster, trace_of
+from world_cases import BLOCK, chat, cluster, trace_of, workers_of
 
 from moonpool.base.errors import InvalidInput
 from moonpool.conductor.placement.policy import PolicyConfig
@@ -34,8 +34,7 @@ def check(ended: SimCluster) -> None:
     assert all(job.outcome in (DONE, REFUSED, LOST) for job in ended.jobs)
     assert [job.num_input for job in ended.jobs] == ended.trace.num_input.tolist()
     assert [job.num_output for job in ended.jobs] == ended.trace.num_output.tolist()
-    workers: list[Any] = [*ended.prefills.values(), *ended.decodes.values()]
-    for worker in workers:
+    for worker in workers_of(ended):
         worker.scheduler.check_integrity()
         pages = worker.scheduler.pages
         assert not worker.scheduler.queues.sequences
@@ -212,7 +211,8 @@ def test_a_slow_network_of_a_node_that_crashes_stays_slow() -> None:
     both.run()
     check(both)
     for link in ("d0/nic_in", "p1/nic_out"):
-        assert both.clock.network._links[link].capacity == both.clock.network._links[link].nominal
+        slowed = both.clock.network._links[link]
+        assert slowed.capacity == slowed.nominal
 
 
 def test_over_cut_links_nothing_arrives() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world_cases import BLOCK, chat, cluster, trace_of
+from world_cases import BLOCK, chat, cluster, trace_of, workers_of
 
 from moonpool.base.cluster import WorkerRole
 from moonpool.base.errors import ConfigError, InvalidInput
@@ -33,7 +33,7 @@ def check(world: SimCluster) -> None:
     assert len(world.jobs) == len(world.trace)
     assert all(job.outcome for job in world.jobs)
     assert not world.conductor.num_open
-    for worker in [*world.prefills.values(), *world.decodes.values()]:
+    for worker in workers_of(world):
         assert not worker.scheduler.queues.sequences
         worker.scheduler.pages.check_integrity()
         assert not worker.scheduler.pages.num_used

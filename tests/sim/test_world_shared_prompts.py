@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world_cases import BLOCK, chat, cluster, trace_of
+from world_cases import BLOCK, chat, cluster, trace_of, workers_of
 
 from moonpool.base.cluster import PullSample
 from moonpool.base.errors import ConfigError, NoSpace
@@ -16,6 +16,7 @@ from moonpool.engine.stages import chunk_bounds, pipeline_s
 from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.job import DONE
+from moonpool.sim.world.pipelines import SimPipelines
 
 COST = paper_cost().prefill
 KV_NBYTES = 327_680
@@ -31,12 +32,15 @@ def prompt(
     return at_s, num_tokens, num_output, list(range(first, first - (-num_tokens // BLOCK)))
 
 
+def pipelines_of(world: SimCluster) -> SimPipelines:
+    return world._components.pipelines
+
+
 def check_idle(world: SimCluster) -> None:
-    workers: list[Any] = [*world.prefills.values(), *world.decodes.values()]
-    for worker in workers:
+    for worker in workers_of(world):
         worker.scheduler.check_integrity()
         assert worker.scheduler.pages.owned == {}
-    assert not any(len(stage.queue) for stage in world._components.pipelines.stages.values())
+    assert not any(len(stage.queue) for stage in pipelines_of(world).stages.values())
     for each in set(world.pools.values()) - {None}:
         each.state.check_integrity()  # type: ignore[union-attr]
 
@@ -46,13 +50,14 @@ def check_idle(world: SimCluster) -> None:
 def test_one_long_prompt_takes_what_the_formula_says(num_tokens: int, num_stages: int) -> None:
     world = world_of(trace_of(prompt(num_tokens)), num_stages)
     chunks: list[tuple[int, int]] = []
-    start = world._components.pipelines.start
+    pipelines = pipelines_of(world)
+    start = pipelines.start
 
     def note(job: Any, present: int, nodes: Any, chunk_tokens: int) -> bool:
         chunks.extend(chunk_bounds(num_tokens, chunk_tokens))
         return start(job, present, nodes, chunk_tokens)
 
-    world._components.pipelines.start = note  # type: ignore[method-assign]
+    pipelines.start = note  # type: ignore[method-assign, assignment]
     (job,) = world.run()
     assert job.outcome == DONE
     assert len(chunks) >= 8
@@ -70,8 +75,8 @@ def test_long_prompts_are_shared_and_short_ones_are_not() -> None:
     trace = trace_of(*[prompt(size, 60.0 * n, 1000 * n) for n, size in enumerate((600, 100_000, 2000, 80_000))])
     alone, shared = world_of(trace, 1), world_of(trace, 2)
     before, after = alone.run(), shared.run()
-    assert alone._components.pipelines.num_prompts == 0
-    assert shared._components.pipelines.num_prompts == shared.conductor.counters["pipelined"] == 2
+    assert pipelines_of(alone).num_prompts == 0
+    assert pipelines_of(shared).num_prompts == shared.conductor.counters["pipelined"] == 2
     for one, both in zip(before, after, strict=True):
         assert one.ttft_s is not None
         assert both.ttft_s is not None
@@ -95,7 +100,7 @@ def test_the_blocks_of_a_shared_prompt_are_in_the_pool() -> None:
     trace = trace_of((0.0, 160 * BLOCK, 1, prefix), (200.0, 160 * BLOCK + 600, 1, [*prefix, 900, 901]))
     world = world_of(trace, 2)
     first, second = world.run()
-    assert world._components.pipelines.num_prompts == 1, "one worker computes the rest"
+    assert pipelines_of(world).num_prompts == 1, "one worker computes the rest"
     assert first.reused_tokens == 0
     assert second.reused_tokens == 160 * BLOCK
     check_idle(world)
@@ -109,9 +114,9 @@ def test_stages_pull_a_prefix_and_compute_the_rest(num_output: int) -> None:
     )
     world = world_of(trace, 2, num_decode=1)
     pulls: dict[str, PullSample] = {}
-    world._components.pipelines._on_pulled = pulls.__setitem__
+    pipelines_of(world)._on_pulled = pulls.__setitem__
     _, second, whole = world.run()
-    assert world._components.pipelines.num_prompts == 3
+    assert pipelines_of(world).num_prompts == 3
     assert (second.outcome, second.reused_tokens, whole.reused_tokens) == (DONE, 100 * BLOCK, 0)
     assert second.local_tokens == 0
     assert [sample.nbytes for sample in pulls.values()] == [100 * BLOCK * KV_NBYTES // 2] * 2, "each stage its layers"
@@ -136,7 +141,7 @@ def test_a_prompt_that_the_pool_has_begins_at_its_last_block() -> None:
     leading = index.leading
     index.leading = lambda *args: leading(*args)._replace(pool=0, places=())  # type: ignore[method-assign]
     _, second = world.run()
-    assert world._components.pipelines.num_prompts == 2
+    assert pipelines_of(world).num_prompts == 2
     assert second.reused_tokens == 199 * BLOCK, "one token is computed at least"
     check_idle(world)
 
@@ -151,7 +156,7 @@ def test_a_stage_without_pages_leaves_the_prompt_to_one_worker(monkeypatch: pyte
     monkeypatch.setattr(world.prefills["p0"].scheduler.pages, "reserve", refuse)
     (job,) = world.run()
     assert job.outcome == DONE
-    assert world._components.pipelines.num_prompts == 0
+    assert pipelines_of(world).num_prompts == 0
     assert world.conductor.counters["pipelined"] == 1
     check_idle(world)
 
@@ -168,7 +173,7 @@ def test_every_request_of_a_crowd_ends(pool: str, layer_wise: bool) -> None:
     world = world_of(crowd, 2, pool=pool, layer_wise=layer_wise)
     jobs = world.run()
     assert [job.outcome for job in jobs] == [DONE] * 30
-    assert world._components.pipelines.num_prompts > 3
+    assert pipelines_of(world).num_prompts > 3
     check_idle(world)
 
 

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.traces.mooncake_jsonl import read_jsonl
 
 
 def trace_command(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moonpool", "trace", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from trace_cases import CONVERSATION, make_trace, needs_conversation
+from trace_cases import HOURS, hour, make_trace
 
 from moonpool.base.errors import InvalidInput
 from moonpool.traces.changes import change_rate
@@ -12,7 +12,6 @@ from moonpool.traces.columns import Trace
 from moonpool.traces.distributions import Arrivals
 from moonpool.traces.fit import fit, fit_arrivals
 from moonpool.traces.generate import generate, generate_like
-from moonpool.traces.mooncake_jsonl import read_jsonl
 from moonpool.traces.statistics import describe
 
 
@@ -26,10 +25,10 @@ def check_alike(trace: Trace, made: Trace) -> None:
     assert list(found.lru_hit_tokens.values()) == pytest.approx(list(wanted.lru_hit_tokens.values()), abs=0.05)
 
 
-@needs_conversation
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_like_the_real_trace(seed: int) -> None:
-    trace = read_jsonl(CONVERSATION)
+@pytest.mark.parametrize("name", HOURS)
+def test_like_an_hour(name: str, seed: int) -> None:
+    trace = hour(name)
     made = generate_like(trace, seed=seed)
     check_alike(trace, made)
     wanted, found = describe(trace), describe(made)

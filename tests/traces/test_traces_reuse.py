@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_cases import BLOCK_TOKENS, make_trace, traces
+from trace_cases import make_trace, run_lru, run_share, traces
 
 from moonpool.traces.columns import Trace
 from moonpool.traces.reuse import NEVER, count_greater_before, hit_curve, leading_hits, reuse_distances
 
 ANY_TRACE = st.booleans().flatmap(lambda chained: traces(chained=chained))
-
-
-def run_lru(trace: Trace, num_blocks: int) -> list[int]:
-    """Leading hits of each request in a cache of so many blocks."""
-    cache: OrderedDict[int, None] = OrderedDict()
-    hits = []
-    for request in trace:
-        ids = request.block_ids.tolist()
-        hits.append(next((at for at, block in enumerate(ids) if block not in cache), len(ids)))
-        for block in reversed(ids):
-            cache[block] = None
-            cache.move_to_end(block)
-        while len(cache) > num_blocks:
-            cache.popitem(last=False)
-    return hits
 
 
 @given(ANY_TRACE, st.integers(0, 40))
@@ -44,9 +28,7 @@ def test_a_distance_says_in_which_caches_a_block_hits(trace: Trace, num_blocks: 
 def test_the_curve_is_the_hit_rate_of_each_cache(trace: Trace, capacities: list[int]) -> None:
     curve = hit_curve(trace, capacities)
     for capacity, share in zip(capacities, curve, strict=True):
-        hits = np.array(run_lru(trace, capacity // BLOCK_TOKENS))
-        saved = np.minimum(hits * BLOCK_TOKENS, trace.num_input - 1).sum()
-        assert share == pytest.approx(saved / trace.num_input.sum())
+        assert share == pytest.approx(run_share(trace, capacity))
 
 
 @given(ANY_TRACE)

@@ -89,7 +89,7 @@ class EventQueue(Generic[T]):
         self._num_cancelled = 0
 
 
-Callback = Callable[[], None]
+Callback = Callable[[], object]
 
 
 class _FlowCallbacks:
