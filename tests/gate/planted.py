@@ -86,7 +86,7 @@ def run_tests(tests: Sequence[str], copy: Path) -> Found:
     """Run these tests of the repository on the copy, in its folder: `python -m` and `python -c` look there first."""
     events = copy.parent / "outcomes.jsonl"
     events.touch()
-    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-m", ""]
+    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
     plugins = ["-p", "tests.gate.outcomes", "--gate-outcomes", str(events), "-p", "tests.gate.planted"]
     command = [sys.executable, "-m", "pytest", *options, *plugins, *(str(ROOT / test) for test in tests)]
     before = os.environ.get("PYTHONPATH", "")

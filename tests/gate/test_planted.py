@@ -55,7 +55,6 @@ def test_a_planted_fault_is_found() -> None:
     found = look(replace(FAULTS["e1ea4be"], tests=(finds, is_blind)))
     assert list(found.run.failures) == [finds], found.output
     assert found.problem == f"not noticed by {is_blind}"
-    assert found.run.count("passed") == 3, "its cases"
 
 
 @pytest.mark.soak
