@@ -171,7 +171,7 @@ class OrderRunner:
     async def _stream(self, client: AsyncClient) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send_results(client))
-            async with aclosing(client.stream(Orders(node=self._node))) as batches:  # type: ignore[type-var]
+            async with aclosing(client.stream(Orders(node=self._node))) as batches:
                 async for orders in batches:
                     self._enqueue(orders)
             raise PeerLost("the master ended the stream of orders")

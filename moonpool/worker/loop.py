@@ -20,7 +20,7 @@ from moonpool.engine.engine import Engine, StepFailure, StepOutput
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 # Nothing can be computed although requests wait (all pages are held elsewhere): try again this often.
-_STALLED_WAIT_S = 0.02
+STALLED_WAIT_S = 0.02
 
 
 class _Call(Generic[T]):
@@ -131,7 +131,7 @@ class EngineLoop:
         """Run the posted functions, waiting for one when there is nothing to compute. Return False when closed."""
         try:
             if stalled:
-                item = self._posted.get(timeout=_STALLED_WAIT_S)
+                item = self._posted.get(timeout=STALLED_WAIT_S)
             else:
                 item = self._posted.get(block=not self._engine.has_work())
             while True:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,7 +35,7 @@ def test_golden_object_key() -> None:
 @pytest.mark.parametrize(
     "as_type", [list, tuple, lambda t: np.asarray(t, np.int64), lambda t: np.asarray(t, np.uint32)]
 )
-def test_keys_do_not_depend_on_the_container(as_type) -> None:
+def test_keys_do_not_depend_on_the_container(as_type: Callable[[list[int]], Any]) -> None:
     assert chain_keys(ROOT, as_type(list(range(1, 9))), 4) == KEYS
 
 

@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from waiting import HANG_S, wait_until
 
 from moonpool import __version__
 
@@ -77,26 +77,26 @@ def test_it_reports_readiness_and_closes_when_told(signum: signal.Signals) -> No
         assert report(fd) == {"ready": "unix:/somewhere"}
         assert os.read(fd, 1) == b""  # one line, then the end
         process.send_signal(signum)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=HANG_S)
         assert (process.returncode, out, err) == (0, "closed\n", "")
 
 
 def test_a_reason_goes_to_whoever_waits() -> None:
     with role("refuses") as (process, fd):
         assert report(fd) == {"error": "the pool is full"}
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=HANG_S)
         assert (process.returncode, err) == (1, "")
 
 
 def test_a_reason_is_one_line_when_nobody_waits() -> None:
-    ran = subprocess.run([sys.executable, "-c", SCRIPT, "refuses"], capture_output=True, text=True, timeout=20)
+    ran = subprocess.run([sys.executable, "-c", SCRIPT, "refuses"], capture_output=True, text=True, timeout=HANG_S)
     assert (ran.returncode, ran.stderr) == (1, "moonpool test: the pool is full\n")
 
 
 def test_a_bug_is_logged_and_reported() -> None:
     with role("bug") as (process, fd):
         assert report(fd) == {"error": "a bug: KeyError: 'oops'"}
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=HANG_S)
         assert process.returncode == 70
         assert "Traceback" in err
 
@@ -104,15 +104,15 @@ def test_a_bug_is_logged_and_reported() -> None:
 def test_a_service_that_breaks_ends_its_process() -> None:
     with role("breaks") as (process, fd):
         assert report(fd) == {"ready": "unix:/somewhere"}
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=HANG_S)
         assert (process.returncode, out, err) == (1, "closed\n", "moonpool test: the disk is full\n")
 
 
 def test_a_stop_during_the_start_is_obeyed() -> None:
     with role("slow") as (process, fd):
-        _wait_until_handling_signals(process.pid)
+        wait_until(lambda: _handles_signals(process.pid), "SIGTERM is caught")
         process.terminate()
-        out, _ = process.communicate(timeout=10)
+        out, _ = process.communicate(timeout=HANG_S)
         assert (process.returncode, out) == (0, "closed\n")
         assert os.read(fd, 1) == b""  # never ready
 
@@ -121,30 +121,27 @@ def test_a_close_that_hangs_is_cut_short() -> None:
     with role("hangs") as (process, fd):
         report(fd)
         process.terminate()
-        process.communicate(timeout=10)
+        process.communicate(timeout=HANG_S)
         assert process.returncode == 70
 
 
 def test_a_ready_descriptor_must_exist() -> None:
-    ran = subprocess.run([sys.executable, "-c", SCRIPT, "good", "999"], capture_output=True, text=True, timeout=20)
+    ran = subprocess.run([sys.executable, "-c", SCRIPT, "good", "999"], capture_output=True, text=True, timeout=HANG_S)
     assert ran.returncode == 1
     assert ran.stderr == "moonpool test: --ready-fd 999 is not an open descriptor\n"
 
 
-def _wait_until_handling_signals(pid: int) -> None:
-    """Until the kernel says that SIGTERM is caught; ended by the test's own timeout."""
-    while True:
-        with open(f"/proc/{pid}/status") as status:
-            caught = next(line for line in status if line.startswith("SigCgt"))
-        if int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)):
-            return
-        time.sleep(0.01)
+def _handles_signals(pid: int) -> bool:
+    """Whether the kernel says that SIGTERM is caught."""
+    with open(f"/proc/{pid}/status") as status:
+        caught = next(line for line in status if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)))
 
 
 def test_lack_of_memory_is_a_reason_and_no_traceback() -> None:
     with role("memory") as (process, fd):
         assert report(fd)["error"].startswith("not enough memory (MemoryError)")
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=HANG_S)
         assert (process.returncode, err) == (1, "")
 
 
@@ -166,7 +163,7 @@ def by_hand(kind: str) -> Iterator[subprocess.Popen[str]]:
 def test_sigterm_drains_a_role_that_was_started_by_hand() -> None:
     with by_hand("good") as process:
         process.terminate()
-        out, _ = process.communicate(timeout=10)
+        out, _ = process.communicate(timeout=HANG_S)
         assert (process.returncode, out) == (0, "drains\ndrained\nclosed\n")
 
 
@@ -177,14 +174,14 @@ def test_a_second_signal_ends_the_draining(second: signal.Signals) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "drains\n"
         process.send_signal(second)
-        out, _ = process.communicate(timeout=10)
+        out, _ = process.communicate(timeout=HANG_S)
         assert (process.returncode, out) == (0, "closed\n")
 
 
 def test_sigint_does_not_drain() -> None:
     with by_hand("busy") as process:
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=10)
+        out, _ = process.communicate(timeout=HANG_S)
         assert (process.returncode, out) == (0, "closed\n")
 
 
@@ -195,6 +192,6 @@ def test_a_role_started_by_hand_logs_what_it_is_and_where() -> None:
     assert process.stderr is not None
     line = process.stderr.readline()
     process.terminate()
-    _, rest = process.communicate(timeout=10)
+    _, rest = process.communicate(timeout=HANG_S)
     assert f"moonpool {__version__}: test serves at unix:/somewhere (process {process.pid})" in line
     assert "ending what was begun, for at most 30 s" in rest

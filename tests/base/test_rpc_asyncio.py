@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from rpc_service import Big, Blobs, Count, Echo, Fail, Service, Slow, Unknown, Unsendable
+from waiting import HANG_S, until
 
 from moonpool.base.errors import (
     Cancelled,
@@ -28,7 +29,7 @@ from moonpool.base.errors import (
     Unreachable,
 )
 from moonpool.base.frames import MAX_BODY_NBYTES, FrameDecoder, FrameKind, encode_frame
-from moonpool.base.rpc import AsyncClient, Hello, RpcServer
+from moonpool.base.rpc import AsyncClient, Call, Hello, RpcPeer, RpcServer
 from moonpool.base.rpc.protocol import decode_error, encode_call, encode_error, encode_value
 
 Served = tuple[Service, str]
@@ -43,7 +44,7 @@ async def client(service: Served) -> AsyncIterator[AsyncClient]:
 
 
 async def soon(event: asyncio.Event) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         await event.wait()
 
 
@@ -70,14 +71,14 @@ async def test_many_calls_at_once(service: Served, client: AsyncClient) -> None:
         (Echo(bytes(MAX_BODY_NBYTES)), ProtocolError),
     ],
 )
-async def test_errors_fail_one_call_only(client: AsyncClient, call, error: type[MoonpoolError]) -> None:
+async def test_errors_fail_one_call_only(client: AsyncClient, call: Call[object], error: type[MoonpoolError]) -> None:
     with pytest.raises(error):
-        await client.call(call, timeout_s=20)
+        await client.call(call, timeout_s=HANG_S)
     assert await client.call(Echo(b"still here")) == b"still here"
 
 
 async def test_calls_whose_answers_do_not_matter(service: Served, client: AsyncClient) -> None:
-    client.send(Fail("bug"))  # type: ignore[arg-type]
+    client.send(Fail("bug"))
     client.send(Echo(b"dropped"))  # type: ignore[arg-type]
     assert await client.call(Echo(b"next")) == b"next", "answers to others are not taken for this one's"
     client.close()
@@ -131,23 +132,20 @@ async def test_a_slow_reader_holds_the_server_back(service: Served) -> None:
     connect = asyncio.open_unix_connection(address[5:], limit=1024) if address.startswith("unix") else None
     reader, writer = await (connect or asyncio.open_connection("127.0.0.1", int(address.rsplit(":", 1)[1]), limit=1024))
     writer.write(encode_value(FrameKind.HELLO, 0, Hello("testing")) + encode_call(Blobs(1 << 20), 1))
-    await soon_true(lambda: server.blobs_made > 0)
-    made = -1
-    while made != server.blobs_made:  # until it stands still
+    await until(lambda: server.blobs_made > 0, "the server makes blobs")
+    made, other = -1, await AsyncClient.connect(address, "testing")
+    while made != server.blobs_made:  # until it stands still, though the server goes on
         made = server.blobs_made
-        await asyncio.sleep(0.1)
-    assert made < 64
+        assert made < 64
+        for _ in range(50):
+            await other.call(Echo(b"x"))
+    other.close()
+    await other.closed.wait()
     writer.close()
     await soon(server.ended)
     with contextlib.suppress(OSError):
         await writer.wait_closed()
     assert reader is not None
-
-
-async def soon_true(condition) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - a plain number at the server
-            await asyncio.sleep(0.01)
 
 
 async def test_a_stream_that_is_never_read_fails_instead_of_filling_memory(
@@ -246,7 +244,7 @@ async def raw_exchange(address: str, data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rsplit(":", 1)[1]))
     writer.write(data)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             return await reader.read()
     finally:
         writer.close()
@@ -302,7 +300,7 @@ async def test_silent_connections_are_ended(service: Served, monkeypatch: pytest
 async def test_an_owners_bug_does_not_stop_the_others(listen_at: str, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []
 
-    def echo(call: Echo, peer) -> bytes:
+    def echo(call: Echo, peer: RpcPeer) -> bytes:
         peer.on_close(lambda: [][1])
         peer.on_close(lambda: seen.append("told"))
         return call.data
@@ -346,13 +344,13 @@ def test_on_uvloop(listen_at: str) -> None:
         client = await AsyncClient.connect(await service.server.listen(listen_at), "testing")
         assert await client.call(Echo(b"x")) == b"x"
         numbers = [item async for item in client.stream(Count(3))]
-        call = asyncio.create_task(client.call(Slow()))
+        call = asyncio.create_task(client.call(Slow(), timeout_s=5 * HANG_S))
         await soon(service.started)
         start = time.monotonic()
         await service.server.close()
         with pytest.raises(PeerLost):
             await call
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < HANG_S / 2
         return numbers
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

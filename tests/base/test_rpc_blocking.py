@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from rpc_service import Big, Echo, Fail, ServedService, Slow, Unknown, Unsendable
+from waiting import HANG_S
 
 from moonpool.base.errors import (
     Cancelled,
@@ -27,7 +28,7 @@ from moonpool.base.errors import (
     ProtocolError,
 )
 from moonpool.base.frames import MAX_BODY_NBYTES, FrameKind, encode_frame
-from moonpool.base.rpc import BlockingClient, Hello
+from moonpool.base.rpc import BlockingClient, Call, Hello
 from moonpool.base.rpc.protocol import encode_value
 
 
@@ -91,7 +92,11 @@ def test_work_that_fails_meanwhile_leaves_no_answer_behind(client: BlockingClien
     ],
 )
 def test_errors_come_back_and_the_connection_stays(
-    served: ServedService, client: BlockingClient, call, error: type[MoonpoolError], caplog
+    served: ServedService,
+    client: BlockingClient,
+    call: Call[object],
+    error: type[MoonpoolError],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client.call(Echo(b"1"))
     with pytest.raises(error):
@@ -111,8 +116,8 @@ def test_a_call_over_the_limit_is_not_sent(served: ServedService, client: Blocki
 def test_a_deadline_ends_the_wait_and_the_handler(served: ServedService, client: BlockingClient) -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded):
-        client.call(Slow(), timeout_s=0.5)  # enough for the handler to have begun
-    assert time.monotonic() - start < 5
+        client.call(Slow(), timeout_s=1.0)  # enough for the handler to have begun
+    assert time.monotonic() - start < HANG_S / 2
     served.do(served.service.ended.wait())
     assert client.call(Echo(b"next")) == b"next"  # connected anew
 
@@ -126,7 +131,7 @@ def test_a_connection_can_outlive_a_deadline(served: ServedService) -> None:
                 client.call(Slow(), timeout_s=0.1)
         served.soon(served.service.gate.set)
         assert client.call(Echo(b"next")) == b"next", "the late answers are skipped"
-        assert client.call(Slow(), timeout_s=5.0) == "at last"
+        assert client.call(Slow(), timeout_s=HANG_S) == "at last"
         assert not served.service.peer_closed.is_set()
     finally:
         client.close()
@@ -139,7 +144,7 @@ def test_waiting_for_the_turn_counts_too(served: ServedService, client: Blocking
         with pytest.raises(DeadlineExceeded, match="busy with other calls"):
             client.call(Echo(b"x"), timeout_s=0.05)
         served.soon(served.service.gate.set)
-        assert slow.result(5) == "at last"
+        assert slow.result(HANG_S) == "at last"
 
 
 def test_close_wakes_a_waiting_thread(served: ServedService, client: BlockingClient) -> None:
@@ -148,7 +153,7 @@ def test_close_wakes_a_waiting_thread(served: ServedService, client: BlockingCli
         served.do(served.service.started.wait())
         client.close()
         with pytest.raises(PeerLost):
-            slow.result(5)
+            slow.result(HANG_S)
     with pytest.raises(PeerLost, match="closed"):
         client.call(Echo(b"x"))
 
@@ -196,7 +201,7 @@ def impostor(tmp_path: Path, talk: Callable[[socket.socket], None]) -> Iterator[
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"unix:{path}"
-        thread.join(10)
+        thread.join(HANG_S)
 
 
 HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
@@ -218,7 +223,7 @@ def test_nonsense_from_the_server(tmp_path: Path, answer: bytes) -> None:
     with impostor(tmp_path, lambda peer: peer.sendall(answer)) as address:
         client = BlockingClient(address, "testing")
         with pytest.raises(ProtocolError):
-            client.call(Echo(b"x"), timeout_s=5)
+            client.call(Echo(b"x"), timeout_s=HANG_S)
         client.close()
 
 
@@ -230,7 +235,7 @@ def test_a_damaged_answer_is_a_lost_connection(tmp_path: Path, at: int) -> None:
     with impostor(tmp_path, lambda peer: peer.sendall(HELLO + answer)) as address:
         client = BlockingClient(address, "testing")
         with pytest.raises(DamagedFrame):
-            client.call(Echo(b"x"), timeout_s=5)
+            client.call(Echo(b"x"), timeout_s=HANG_S)
         client.close()
 
 
@@ -238,7 +243,7 @@ def test_a_stray_sign_of_life_is_no_answer(tmp_path: Path) -> None:
     answer = HELLO + 2 * encode_frame(FrameKind.PONG, 0) + encode_value(FrameKind.REPLY, 1, b"the answer")
     with impostor(tmp_path, lambda peer: peer.sendall(answer)) as address:
         client = BlockingClient(address, "testing")
-        assert client.call(Echo(b"x"), timeout_s=5) == b"the answer"
+        assert client.call(Echo(b"x"), timeout_s=HANG_S) == b"the answer"
         client.close()
 
 
@@ -246,7 +251,7 @@ def test_a_server_that_stops_in_the_middle_of_a_frame(tmp_path: Path) -> None:
     with impostor(tmp_path, lambda peer: peer.sendall(HELLO + b"MP\1")) as address:
         client = BlockingClient(address, "testing")
         with pytest.raises(PeerLost):
-            client.call(Echo(b"x"), timeout_s=5)
+            client.call(Echo(b"x"), timeout_s=HANG_S)
         client.close()
 
 
@@ -256,7 +261,7 @@ def test_a_server_that_drips(tmp_path: Path) -> None:
 
     def drip(peer: socket.socket) -> None:
         peer.sendall(HELLO)
-        for byte in encode_frame(FrameKind.REPLY, 1, bytes(100)):
+        for byte in encode_frame(FrameKind.REPLY, 1, bytes(100_000)):
             if stop.wait(0.03):
                 return
             try:
@@ -269,9 +274,13 @@ def test_a_server_that_drips(tmp_path: Path) -> None:
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             client.call(Echo(b"x"), timeout_s=0.2)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < HANG_S / 2
         stop.set()
         client.close()
+
+
+def socket_of(client: BlockingClient) -> socket.socket | None:
+    return client._socket
 
 
 def test_a_connection_outlives_a_server_that_reads_nothing(tmp_path: Path) -> None:
@@ -280,12 +289,12 @@ def test_a_connection_outlives_a_server_that_reads_nothing(tmp_path: Path) -> No
 
     def freeze(peer: socket.socket) -> None:
         peer.sendall(HELLO)
-        stop.wait(30)
+        stop.wait(HANG_S)
 
     with impostor(tmp_path, freeze) as address:
         client = BlockingClient(address, "testing", keeps_connection=True)
         client.connect()
-        sock = client._socket
+        sock = socket_of(client)
         assert sock is not None
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is: a few requests
         for _ in range(30):
@@ -293,6 +302,6 @@ def test_a_connection_outlives_a_server_that_reads_nothing(tmp_path: Path) -> No
                 client.call(Echo(b"x"), timeout_s=0.02)
         with pytest.raises(BlockingIOError):
             sock.send(b"x", socket.MSG_DONTWAIT)
-        assert client._socket is sock
+        assert socket_of(client) is sock
         stop.set()
         client.close()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from late_threads import no_thread_begins
-from store_pool import wait_until
+from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import BreakerOpen, ConfigError, PeerLost, PeerSilent
 from moonpool.base.rpc import BlockingClient, Call, RpcServer
@@ -135,7 +135,7 @@ class Loop:
             self.server = RpcServer("echo", {Echo: lambda call, _: call.number})
             await self.server.listen(self.address)
 
-        asyncio.run_coroutine_threadsafe(listen(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(listen(), self.loop).result(HANG_S)
 
     def freeze(self) -> None:
         """Until thaw(); returns when it stands."""
@@ -144,10 +144,10 @@ class Loop:
 
         def stand() -> None:
             stands.set()
-            self._moving.wait(20)
+            self._moving.wait(HANG_S)
 
         self.loop.call_soon_threadsafe(stand)
-        assert stands.wait(10)
+        assert stands.wait(HANG_S)
 
     def thaw(self) -> None:
         self._moving.set()
@@ -155,7 +155,7 @@ class Loop:
     def stop(self) -> None:
         server, self.server = self.server, None
         if server is not None:
-            asyncio.run_coroutine_threadsafe(server.close(), self.loop).result(10)
+            asyncio.run_coroutine_threadsafe(server.close(), self.loop).result(HANG_S)
 
     def close(self) -> None:
         self.thaw()
@@ -174,7 +174,7 @@ def server(tmp_path: Path) -> Iterator[Loop]:
 
 
 def ask(client: BlockingClient, number: int) -> int:
-    return client.call(Echo(number=number), timeout_s=10.0)
+    return client.call(Echo(number=number), timeout_s=HANG_S)
 
 
 def test_a_silent_server_ends_the_call_and_keeps_the_connection(server: Loop) -> None:
@@ -212,7 +212,7 @@ def test_a_large_call_to_a_frozen_server_ends_too(server: Loop) -> None:
     assert ask(client, 1) == 1
     server.freeze()
     with pytest.raises(PeerSilent):
-        client.call(Large(body=bytes(8 << 20)), timeout_s=10.0)
+        client.call(Large(body=bytes(8 << 20)), timeout_s=HANG_S)
     server.thaw()
     assert ask(client, 2) == 2
     client.close()
@@ -232,11 +232,11 @@ def breaker(server: Loop, client: BlockingClient) -> Iterator[ProbedBreaker]:
     made.stop()
     client.close()
     made.join()
-    wait_until(lambda: "rpc-probe" not in {each.name for each in threading.enumerate()})
+    wait_until(lambda: "rpc-probe" not in {each.name for each in threading.enumerate()}, "the probes end")
 
 
 def wait_until_closed(breaker: ProbedBreaker) -> None:
-    assert breaker.wait_closed(20.0, threading.Event())
+    assert breaker.wait_closed(HANG_S, threading.Event())
 
 
 def test_probes_close_it_when_the_server_is_back(

@@ -9,18 +9,23 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
+from waiting import HANG_S, until
 
 from moonpool.base.errors import ProtocolError
 from moonpool.base.frames import HEADER_NBYTES, Frame, FrameDecoder, FrameKind, encode_frame
-from moonpool.base.rpc import AsyncClient, Call, Hello, RpcServer, intake
+from moonpool.base.rpc import AsyncClient, Call, Hello, RpcPeer, RpcServer, intake
 from moonpool.base.rpc.intake import LargeFrames
 from moonpool.base.rpc.protocol import decode_error, encode_call, encode_value
 
 HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
 PINGING = encode_value(FrameKind.HELLO, 0, Hello("testing", pings=True))
+
+
+Run = Callable[[Awaitable[None]], None]
 
 
 class Take(Call[bytes]):
@@ -41,7 +46,11 @@ class Send(Call[int]):
 class Counting:
     def __init__(self, path: Path) -> None:
         self.handled: Counter[str] = Counter()
-        handlers = {Take: self.take, TakeLater: self.take_later, Send: lambda call, _: len(call.data)}
+        handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
+            Take: self.take,
+            TakeLater: self.take_later,
+            Send: lambda call, _: len(call.data),
+        }
         self.server = RpcServer("testing", handlers)
         self.address = f"unix:{path}/s.sock"
 
@@ -72,19 +81,31 @@ async def counting(path: Path) -> AsyncIterator[Counting]:
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Awaitable[None]], None]:
+def run(request: pytest.FixtureRequest) -> Run:
     return asyncio.run if request.param == "asyncio" else uvloop.run  # type: ignore[return-value]
 
 
-async def standing_still(number: Callable[[], int]) -> int:
-    """The number once it has not changed for many turns of the loop."""
-    last = -1
+async def standing_still(service: Counting, number: Callable[[], int]) -> int:
+    """The number once it does not change while the server handles many calls of another."""
+    last, other = -1, await AsyncClient.connect(service.address, "testing")
     while last != number():
         last = number()
-        for _ in range(200):
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.05)
+        for _ in range(50):
+            await other.call(Take("marker"))
+    other.close()
+    await other.closed.wait()
     return last
+
+
+def unread_nbytes(peer: RpcPeer) -> int:
+    transport = peer._transport
+    assert transport is not None
+    return transport.get_write_buffer_size()
+
+
+def find_silent(peer: RpcPeer) -> None:
+    """As its timer does."""
+    peer._on_silence()
 
 
 async def greeted(raw: socket.socket) -> FrameDecoder:
@@ -96,7 +117,7 @@ async def greeted(raw: socket.socket) -> FrameDecoder:
 
 async def read_frames(raw: socket.socket, frames: FrameDecoder, count: int) -> list[Frame]:
     loop, got = asyncio.get_running_loop(), list[Frame]()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while len(got) < count:
             data = await loop.sock_recv(raw, 1 << 20)
             if not data:
@@ -106,18 +127,17 @@ async def read_frames(raw: socket.socket, frames: FrameDecoder, count: int) -> l
 
 
 @pytest.mark.parametrize("call", [Take, TakeLater])
-def test_calls_wait_while_answers_are_unread(tmp_path: Path, run, call: type[Take]) -> None:
+def test_calls_wait_while_answers_are_unread(tmp_path: Path, run: Run, call: type[Take]) -> None:
     async def main() -> None:
         async with counting(tmp_path) as service:
             with service.connect() as raw:
                 frames = await greeted(raw)
                 calls = b"".join(encode_call(call("greedy", 700_000), number) for number in range(1, 201))
                 await asyncio.get_running_loop().sock_sendall(raw, calls)
-                handled = await standing_still(lambda: service.handled["greedy"])
-                assert handled < 8 or call is TakeLater  # coroutines begin at once, and wait with what they return
                 (peer,) = service.server.peers
-                assert peer._transport is not None
-                assert peer._transport.get_write_buffer_size() < 2_000_000
+                handled = await standing_still(service, lambda: service.handled["greedy"])
+                assert handled < 8 or call is TakeLater  # coroutines begin at once, and wait with what they return
+                assert unread_nbytes(peer) < 2_000_000
                 other = await AsyncClient.connect(service.address, "testing")
                 assert await other.call(Take("polite", 5)) == bytes(5)
                 other.close()
@@ -129,28 +149,28 @@ def test_calls_wait_while_answers_are_unread(tmp_path: Path, run, call: type[Tak
     run(main())
 
 
-def test_a_peer_that_is_not_read_and_reads_nothing_is_silent(tmp_path: Path, run) -> None:
+def test_a_peer_that_is_not_read_and_reads_nothing_is_silent(tmp_path: Path, run: Run) -> None:
     async def main() -> None:
         async with counting(tmp_path) as service:
             with service.connect(PINGING) as raw:
                 frames = await greeted(raw)
                 calls = [encode_call(Take("greedy", 700_000), number) for number in range(1, 21)]
                 await asyncio.get_running_loop().sock_sendall(raw, b"".join(calls))
-                await standing_still(lambda: service.handled["greedy"])
                 (peer,) = service.server.peers
-                peer._on_silence()  # its answers are on their way: it has not been silent
+                await standing_still(service, lambda: service.handled["greedy"])
+                find_silent(peer)  # its answers are on their way: it has not been silent
                 assert not peer.closed
                 await read_frames(raw, frames, 1)
-                await standing_still(lambda: service.handled["greedy"])
-                peer._on_silence()
-                peer._on_silence()  # nothing was read since
-                async with asyncio.timeout(10):
+                await standing_still(service, lambda: service.handled["greedy"])
+                find_silent(peer)
+                find_silent(peer)  # nothing was read since
+                async with asyncio.timeout(HANG_S):
                     await peer.ended.wait()
 
     run(main())
 
 
-def test_one_connection_with_many_calls_does_not_hold_up_another(tmp_path: Path, run) -> None:
+def test_one_connection_with_many_calls_does_not_hold_up_another(tmp_path: Path, run: Run) -> None:
     async def main() -> None:
         async with counting(tmp_path) as service:
             with service.connect() as busy, service.connect() as polite:
@@ -167,7 +187,7 @@ def test_one_connection_with_many_calls_does_not_hold_up_another(tmp_path: Path,
     run(main())
 
 
-def test_what_comes_before_the_hello_is_small(tmp_path: Path, run) -> None:
+def test_what_comes_before_the_hello_is_small(tmp_path: Path, run: Run) -> None:
     async def main() -> None:
         async with counting(tmp_path) as service:
             with service.connect(encode_frame(FrameKind.HELLO, 0, bytes(60_000_000))[: HEADER_NBYTES + 100]) as raw:
@@ -178,7 +198,7 @@ def test_what_comes_before_the_hello_is_small(tmp_path: Path, run) -> None:
 
 
 def test_unfinished_large_calls_share_a_limit(
-    tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Twenty that never finish: some are read, the rest waits; a large call that does finish is answered."""
     caplog.set_level(logging.ERROR)
@@ -188,7 +208,8 @@ def test_unfinished_large_calls_share_a_limit(
             service.server.large_frames = LargeFrames(4_000_000, max_wait_s=0.05)
             never = [service.connect() for _ in range(20)]
             feeding = [asyncio.create_task(feed_part(raw)) for raw in never]
-            held = await standing_still(lambda: service.server.large_frames.nbytes)
+            await asyncio.wait(feeding, timeout=HANG_S)  # one is read, the others are cut off: no timer runs any more
+            held = await standing_still(service, lambda: service.server.large_frames.nbytes)
             assert 1_000_000 < held < 8_000_000
             other = await AsyncClient.connect(service.address, "testing")
             for _ in range(3):
@@ -200,7 +221,7 @@ def test_unfinished_large_calls_share_a_limit(
             await asyncio.gather(*feeding, return_exceptions=True)
             for raw in never:
                 raw.close()
-            await standing_still(lambda: len(service.server.peers))
+            await until(lambda: not service.server.peers, "all connections have ended")
             assert service.server.large_frames.nbytes == 0
 
     async def feed_part(raw: socket.socket) -> None:
@@ -215,6 +236,9 @@ class FakeSender:
     def __init__(self) -> None:
         self.is_read = True
         self.why: str | None = None
+
+    def reads(self) -> bool:
+        return self.is_read
 
     def read_on(self) -> None:
         self.is_read = True
@@ -236,10 +260,10 @@ async def test_large_frames_wait_for_the_first_one(now_s: list[float]) -> None:
     assert shared.note(third, 50_000)  # a small one needs no room
     assert shared.nbytes == 900_000
     second.is_read = shared.note(second, 300_000)
-    assert not second.is_read
+    assert not second.reads()
     assert shared.note(first, 1_500_000)  # the first may always finish
     shared.forget(first)
-    assert second.is_read
+    assert second.reads()
     assert (shared.nbytes, first.why) == (300_000, None)
     shared.forget(second)
     assert shared.nbytes == 0

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.backoff import Backoff
 from moonpool.base.errors import MoonpoolError, NotFound, PeerLost
@@ -60,7 +61,7 @@ class Owner:
             self.num_cancelled += 1
 
     async def connected(self) -> AsyncClient:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             return await self.connections.get()
 
 
@@ -96,7 +97,7 @@ async def test_a_duty_that_ends_makes_a_new_connection(
         assert owner.link.client is second
         assert owner.lost == [(error, True)]
         assert owner.num_cancelled == 1
-        answer = await asyncio.to_thread(owner.link.call_from_thread, Echo(5), timeout_s=5.0)
+        answer = await asyncio.to_thread(owner.link.call_from_thread, Echo(5), timeout_s=HANG_S)
         assert answer == 5
 
 
@@ -105,7 +106,7 @@ async def test_an_outage_is_told_and_ends_with_a_connection(server: tuple[RpcSer
     async with running(owner):
         await owner.connected()
         await server[0].close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while len(owner.lost) < 3:  # noqa: ASYNC110 - a list that grows
                 await asyncio.sleep(0.01)
         assert owner.link.client is None
@@ -123,7 +124,7 @@ async def test_a_bug_ends_it(server: tuple[RpcServer, str]) -> None:
     owner = Owner(server[1])
     owner.todo = ["bug"]
     async with running(owner) as task:
-        await asyncio.wait([task], timeout=10)
+        await asyncio.wait([task], timeout=HANG_S)
         with pytest.raises(ValueError, match="a bug"):
             task.result()
 
@@ -135,6 +136,6 @@ async def test_ends_when_the_connection_is_lost_while_it_is_cancelled(server: tu
     task = asyncio.create_task(owner.link.run())
     await owner.connected()
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=10)
+    done, _ = await asyncio.wait([task], timeout=HANG_S)
     assert done
     assert task.cancelled()

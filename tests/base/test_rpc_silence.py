@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from moonpool.base.errors import ConfigError
 from moonpool.base.rpc import SilenceLimits
@@ -121,4 +122,4 @@ async def test_a_late_timer_lets_what_came_meanwhile_be_heard_first() -> None:
 async def test_a_timer_fires_when_nobody_stood_still() -> None:
     over = asyncio.Event()
     AttendedTimer(0.01, over.set)
-    await asyncio.wait_for(over.wait(), 10)
+    await until(over.is_set, "the timer fires")

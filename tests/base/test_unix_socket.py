@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from rpc_service import Service
+from waiting import HANG_S
 
 from moonpool.base.address import bind_private
 from moonpool.base.rpc import AsyncClient, BlockingClient, RpcPeer
@@ -129,7 +130,7 @@ async def test_a_client_waits_while_the_server_has_a_full_queue_of_connections(k
 
 
 async def asynchronously(address: str) -> str:
-    client = await AsyncClient.connect(address, "testing", timeout_s=30)
+    client = await AsyncClient.connect(address, "testing", timeout_s=HANG_S)
     client.close()
     await client.closed.wait()
     assert client.peer is not None
@@ -137,8 +138,8 @@ async def asynchronously(address: str) -> str:
 
 
 def blockingly(address: str) -> str:
-    client = BlockingClient(address, "testing", connect_timeout_s=30)
+    client = BlockingClient(address, "testing", connect_timeout_s=HANG_S)
     try:
-        return client.connect(timeout_s=30).service
+        return client.connect(timeout_s=HANG_S).service
     finally:
         client.close()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S, wait_until
 
+from moonpool.base.clock import VirtualClock
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import AlreadyExists, NotFound, Unavailable
+from moonpool.base.rpc import BlockingClient
 from moonpool.master.service import Master, MasterConfig
 from moonpool.store import MasterDirectory
+from moonpool.store.messages import SERVICE, Announce
 from moonpool.transfer.directory import Directory, MemoryDirectory
 
 WAYS = ("memory", "master")
+TTL_S = 0.3
 
 
 def segment(name: str, incarnation: int = 1, nbytes: int = 5) -> SegmentDescriptor:
@@ -25,10 +30,11 @@ def segment(name: str, incarnation: int = 1, nbytes: int = 5) -> SegmentDescript
 
 
 class MasterThread:
-    """A real master on a loop of its own; it may die and come back."""
+    """A real master on a loop of its own; it may die and come back. Its clock moves only when it is told."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.address = f"unix:{tmp_path}/m.sock"
+        self.clock = VirtualClock()
         self._data_dir = str(tmp_path / "data")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -36,11 +42,15 @@ class MasterThread:
         self.start()
 
     def start(self) -> None:
-        self._master = Master(MasterConfig(data_dir=self._data_dir, listen=self.address))
-        asyncio.run_coroutine_threadsafe(self._master.start(), self._loop).result(10)
+        self._master = Master(MasterConfig(data_dir=self._data_dir, listen=self.address), self.clock)
+        asyncio.run_coroutine_threadsafe(self._master.start(), self._loop).result(HANG_S)
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._master.close(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._master.close(), self._loop).result(HANG_S)
+
+    def has_renewed(self, name: str) -> bool:
+        """Whether it was announced since the clock moved: it lasts as long as it can."""
+        return self._master.board.find(name, self.clock.now_s() + 0.9 * TTL_S) is not None
 
     def close(self) -> None:
         self.stop()
@@ -104,15 +114,6 @@ def test_closing_withdraws(two: tuple[Directory, Directory]) -> None:
         other.find("kv")
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(1000):
-        if holds():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not happen in time")
-
-
 def is_found(directory: Directory, name: str) -> bool:
     try:
         directory.find(name)
@@ -122,31 +123,34 @@ def is_found(directory: Directory, name: str) -> bool:
 
 
 def test_a_dead_owner_is_forgotten_and_a_living_one_is_not(master: MasterThread) -> None:
-    living, dying = MasterDirectory(master.address, ttl_s=1.5), MasterDirectory(master.address, ttl_s=1.5)
+    living, gone = MasterDirectory(master.address, ttl_s=TTL_S), BlockingClient(master.address, SERVICE)
     living.publish(segment("alive"))
-    dying.publish(segment("dead"))
-    dying._ending.set()  # as if its process were gone: no renewal, no farewell
-    eventually(lambda: not is_found(living, "dead"))
+    gone.call(Announce(segment("dead"), TTL_S), timeout_s=HANG_S)  # its process is gone: no renewal, no farewell
+    gone.close()
+    assert is_found(living, "dead")
+    for _ in range(4):
+        master.clock.advance(TTL_S / 3)
+        wait_until(lambda: master.has_renewed("alive"), "the living one is announced again")
+    assert not is_found(living, "dead")
     assert is_found(living, "alive")
-    dying.close()
     living.close()
 
 
 def test_a_restarted_master_is_told_again(master: MasterThread) -> None:
-    directory = MasterDirectory(master.address, ttl_s=0.3)
+    directory = MasterDirectory(master.address, ttl_s=TTL_S)
     directory.publish(segment("kv"))
     master.stop()
     assert not is_found(directory, "kv")
     master.start()
-    eventually(lambda: is_found(directory, "kv"))
+    wait_until(lambda: is_found(directory, "kv"), "it is announced again")
     directory.close()
 
 
 def test_a_name_taken_by_a_newer_owner_is_given_up(master: MasterThread, caplog: pytest.LogCaptureFixture) -> None:
-    old, new = MasterDirectory(master.address, ttl_s=1.5), MasterDirectory(master.address, ttl_s=1.5)
+    old, new = MasterDirectory(master.address, ttl_s=TTL_S), MasterDirectory(master.address, ttl_s=TTL_S)
     old.publish(segment("kv", incarnation=1))
     new.publish(segment("kv", incarnation=2))
-    eventually(lambda: "newer incarnation" in caplog.text)
+    wait_until(lambda: "newer incarnation" in caplog.text, "the refusal is logged")
     assert old.find("kv").incarnation == 2
     old.close()
     assert new.find("kv").incarnation == 2

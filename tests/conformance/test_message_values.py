@@ -99,6 +99,11 @@ async def master_at(path: Path) -> AsyncIterator[Master]:
         await master.close()
 
 
+def server_of(role: Master | Conductor) -> RpcServer:
+    assert role._server is not None
+    return role._server
+
+
 async def filled(server: RpcServer) -> Connection:
     """With a segment and three objects, so that calls find something."""
     connection = Connection(server, m.SERVICE)
@@ -126,9 +131,8 @@ async def fuzz(connection: Connection, calls: list[type[Call[Any]]], seed: int, 
 async def test_the_master_answers_any_values(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     async with master_at(tmp_path) as master:
-        assert master._server is not None
-        connection = await filled(master._server)
-        assert await fuzz(connection, list(master._server.handlers), seed, 1000) == []
+        connection = await filled(server_of(master))
+        assert await fuzz(connection, list(server_of(master).handlers), seed, 1000) == []
         master.state.check_integrity()
         assert await connection.call(m.Exist([b"k0"])) is None
         connection.close()
@@ -139,8 +143,8 @@ async def test_the_conductor_answers_any_values(seed: int, tmp_path: Path, caplo
     caplog.set_level(logging.CRITICAL)
     conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock"))
     await conductor.start()
-    connection = Connection(conductor._server, CONDUCTOR_SERVICE)
-    assert await fuzz(connection, list(conductor._server.handlers), seed, 1000) == []
+    connection = Connection(server_of(conductor), CONDUCTOR_SERVICE)
+    assert await fuzz(connection, list(server_of(conductor).handlers), seed, 1000) == []
     assert await connection.call(c.Status()) is None
     connection.close()
     await conductor.close()
@@ -162,8 +166,7 @@ async def test_the_conductor_answers_any_values(seed: int, tmp_path: Path, caplo
 )
 async def test_a_refusal_names_field_and_range(call: Call[Any], message: str, tmp_path: Path) -> None:
     async with master_at(tmp_path) as master:
-        assert master._server is not None
-        connection = await filled(master._server)
+        connection = await filled(server_of(master))
         error = await connection.call(call)
         assert isinstance(error, InvalidInput)
         assert error.param is not None
@@ -203,8 +206,7 @@ def numbers_without_range(kind: inspect.Type, at: str) -> list[str]:
 async def test_every_number_that_is_sent_has_a_range(tmp_path: Path) -> None:
     conductor = Conductor(ConductorConfig(address=f"unix:{tmp_path}/c.sock"))
     async with master_at(tmp_path) as master:
-        assert master._server is not None
-        calls = [*master._server.handlers, *conductor._server.handlers]
+        calls = [*server_of(master).handlers, *server_of(conductor).handlers]
         without = [each for call in calls for each in numbers_without_range(inspect.type_info(call), call.__name__)]
         # An SSD's descriptor spans 2**63 addresses, one more than msgspec's ranges can say; mount() checks it. Stamps
         # and their limit have all 64 bits. A metric may have any value, and is only passed on.

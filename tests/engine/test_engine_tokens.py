@@ -4,6 +4,7 @@ Greedy tokens of random weights hang on small differences of logits, so wrong KV
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from moonpool.base.errors import NoSpace
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.config import ModelConfig
-from moonpool.engine.engine import LOCAL_ROOT, Engine, GenerationResult
+from moonpool.engine.engine import LOCAL_ROOT, Engine, GenerationResult, StepOutput
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.kv_tensor import KvMemory
 from moonpool.engine.llama import LayerWeights, LlamaModel, LlamaWeights
@@ -67,9 +68,15 @@ MODEL = random_model()
 def build(num_pages: int = 64, link: "PoolLink | None" = None, **changes: int) -> tuple[Engine, KvMemory]:
     layout = KvLayout.of(CONFIG, num_pages=num_pages, block_tokens=BLOCK_TOKENS, dtype="float32")
     kv = KvMemory(layout)
-    limits = {"max_batch_tokens": 64, "max_num_seqs": 8, "max_seq_tokens": 256} | changes
+    limits: dict[str, Any] = {"max_batch_tokens": 64, "max_num_seqs": 8, "max_seq_tokens": 256} | changes
     scheduler = Scheduler(SchedulerConfig(**limits), PageManager(num_pages, BLOCK_TOKENS))
     return Engine(scheduler, Runner(MODEL, kv), link), kv
+
+
+def computed(engine: Engine) -> list[StepOutput]:
+    outputs = engine.step()
+    assert all(isinstance(each, StepOutput) for each in outputs)
+    return cast(list[StepOutput], outputs)
 
 
 def alone(prompt: list[int], params: SamplingParams = GREEDY) -> GenerationResult:
@@ -143,7 +150,7 @@ def test_cancel_gives_back_all_pages(right: list[list[int]]) -> None:
             assert engine.cancel(f"r{i}")
     tokens = list(engine.scheduler.get("r4").output)  # type: ignore[union-attr]
     while engine.has_work():
-        tokens += [out.token for out in engine.step()]
+        tokens += [out.token for out in computed(engine)]
     assert tokens == right[4]
     assert pages_in_use(engine) == 0
 
@@ -221,7 +228,7 @@ def pulled_request(engine: Engine, request_id: str, prompt: list[int], num_block
 def drain(engine: Engine) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while engine.has_work():
-        for out in engine.step():
+        for out in computed(engine):
             tokens.setdefault(out.request_id, []).append(out.token)
         engine.scheduler.check_integrity()
     return tokens

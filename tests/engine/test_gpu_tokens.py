@@ -28,7 +28,7 @@ def answers(folder: Path, device: str, prompts: list[list[int]]) -> list[list[in
 def test_random_weights_are_those_of_the_cpu(tmp_path: Path) -> None:
     config = read_config(resolve(str(small_model(tmp_path / "small"))))
     for dtype in ("float32", "bfloat16", "float16"):
-        here, there = (random_weights(config, dtype=dtype, device=device) for device in ("cpu", "cuda:0"))  # type: ignore[arg-type]
+        here, there = (random_weights(config, dtype=dtype, device=device) for device in ("cpu", "cuda:0"))
         for name in ("qkv", "output", "gate_up", "down"):
             assert torch.equal(getattr(here.layers[1], name), getattr(there.layers[1], name).cpu())
         assert torch.equal(here.embedding, there.embedding.cpu())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from moonpool.engine.kernels.sampling import draw_tokens  # noqa: E402
 from moonpool.engine.kv_memory import KvLayout  # noqa: E402
 from moonpool.engine.kv_tensor import KvMemory  # noqa: E402
 from moonpool.engine.llama import LlamaModel  # noqa: E402
-from moonpool.engine.ops import TorchOps, rotate  # noqa: E402
+from moonpool.engine.ops import LayerOps, TorchOps, rotate  # noqa: E402
 from moonpool.engine.runner import Runner  # noqa: E402
 from moonpool.engine.sampler import SampledToken, SampleRow, sample  # noqa: E402
 from moonpool.engine.sequence import Chunk, SamplingParams  # noqa: E402
@@ -131,7 +132,8 @@ def test_rotate_and_write(with_norm: bool) -> None:
     before = kv.clone()
     qkv = torch.randn(rows, (heads + 6) * 24, generator=generator).to(DEVICE)
     angles = torch.randn(rows, 12, generator=generator).to(DEVICE)
-    norms = tuple(torch.rand(24, generator=generator).to(DEVICE) for _ in range(2)) if with_norm else None
+    one, other = (torch.rand(24, generator=generator).to(DEVICE) for _ in range(2)) if with_norm else (None, None)
+    norms = None if one is None or other is None else (one, other)
     slots = int32([5 * 16 + 3, 5 * 16 + 4, -1, 0])
     query, key = rotate_and_write(
         qkv, norms, (angles.cos(), angles.sin()), kv, shape, 1, slots, num_heads=heads, eps=1e-5, keep_key=True
@@ -179,7 +181,7 @@ def test_steps_of_the_whole_model_equal_those_in_plain_torch(qk_norm: bool) -> N
     )  # fmt: skip
     shape = KvLayout.of(config, num_pages=16, block_tokens=16, dtype="float32")
     kvs = [KvMemory(shape, device=DEVICE) for _ in range(2)]
-    ops = (TorchOps(config, kvs[0]), CudaOps(config, kvs[1], torch.float32))
+    ops: list[LayerOps] = [TorchOps(config, kvs[0]), CudaOps(config, kvs[1], torch.float32)]
     runners = [Runner(model, kv, ops=own) for kv, own in zip(kvs, ops, strict=True)]
     steps = [
         [Chunk("a", 0, tuple(range(40)), (3, 1, 4), False), Chunk("b", 0, (7,), (5,), True)],
@@ -208,7 +210,7 @@ def drawn(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int]
 
 def test_draws_are_those_of_the_host() -> None:
     logits = torch.randn(60, 300, generator=torch.Generator().manual_seed(9)).to(DEVICE) * 3
-    choices = [
+    choices: list[dict[str, Any]] = [
         {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}, {"top_k": 1},
         {"top_k": 20, "top_p": 0.6}, {"min_p": 0.1}, {"top_p": 0.01}, {"temperature": 3.0, "top_k": 299},
         {"top_k": 900},

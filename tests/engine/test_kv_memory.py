@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.base.errors import ConfigError
-from moonpool.engine.config import EngineConfig
+from moonpool.engine.config import EngineConfig, KvDType
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.kv_tensor import KvMemory
 
@@ -17,10 +17,10 @@ small = st.integers(1, 5)
 
 
 @given(small, small, small, st.integers(16, 40), small, st.sampled_from(["float32", "bfloat16", "float16"]))
-def test_pieces_tile_the_memory(pages: int, layers: int, heads: int, tokens: int, dim: int, dtype: str) -> None:
+def test_pieces_tile_the_memory(pages: int, layers: int, heads: int, tokens: int, dim: int, dtype: KvDType) -> None:
     layout = KvLayout(
         num_pages=pages, num_layers=layers, num_kv_heads=heads, block_tokens=tokens, head_dim=dim, dtype=dtype
-    )  # type: ignore[arg-type]
+    )
     end = 0
     for page in range(pages):
         assert layout.page(page) == (end, layout.page_nbytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.engine.blocks import PageManager
-from moonpool.engine.engine import Engine, StepFailure
+from moonpool.engine.engine import Engine, Executor, StepFailure
 from moonpool.engine.llama import LayerHooks
 from moonpool.engine.sampler import Draw
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
@@ -107,7 +108,7 @@ class Bench:
         self.memory = Memory()
         self.launcher = FakeLauncher(self.memory) if ahead else None
         limits = SchedulerConfig(max_batch_tokens=16, max_num_seqs=4, max_seq_tokens=40, eos_token_ids=frozenset({EOS}))
-        self.engine = Engine(Scheduler(limits, PageManager(num_pages, BLOCK_TOKENS)), self)
+        self.engine = Engine(Scheduler(limits, PageManager(num_pages, BLOCK_TOKENS)), cast(Executor, self))
         self.tokens: dict[str, list[int]] = {}
         self.errors: dict[str, MoonpoolError] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +64,11 @@ def test_the_identity_names_seed_and_shape(folder: Path) -> None:
 
 def test_without_the_option_the_weights_are_missed(folder: Path) -> None:
     files = resolve(str(folder))
-    for use in (lambda: cache_identity(read_config(files), files, "float32", 64), lambda: _load(folder)):
+    uses: list[Callable[[], object]] = [
+        lambda: cache_identity(read_config(files), files, "float32", 64),
+        lambda: _load(folder),
+    ]
+    for use in uses:
         with pytest.raises(ModelError, match=r"no \.safetensors files; --random-weights"):
             use()
 

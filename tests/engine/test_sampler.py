@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.engine.sampler import SampleRow, sample, uniform
+from moonpool.engine.sampler import SampledToken, SampleRow, sample, uniform
 from moonpool.engine.sequence import SamplingParams
 
 GOLDEN_UNIFORMS = [0.03552156286851116, 0.43314846409807795, 0.9479227881958844]
@@ -21,15 +21,24 @@ def row(tokens: list[int] | None = None, num_prompt: int = 1, barred: set[int] |
     return SampleRow(params, tokens, num_prompt, frozenset(barred or ()))
 
 
+def sampled(logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
+    drawn = sample(logits, rows)
+    assert all(isinstance(each, SampledToken) for each in drawn)
+    return cast(list[SampledToken], drawn)
+
+
+def tokens(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    return [each.token for each in sampled(logits, rows)]
+
+
 def one(logits: list[float], **p: Any) -> int:
-    return sample(torch.tensor([logits]), [row(**p)])[0].token
+    return tokens(torch.tensor([logits]), [row(**p)])[0]
 
 
 def support(logits: list[float], **p: Any) -> set[int]:
     """All tokens that come out over many seeds."""
     draws = 400
-    picked = sample(torch.tensor([logits] * draws), [row(seed=seed, **p) for seed in range(draws)])
-    return {s.token for s in picked}
+    return set(tokens(torch.tensor([logits] * draws), [row(seed=seed, **p) for seed in range(draws)]))
 
 
 def test_uniform_is_fixed_for_ever() -> None:
@@ -50,8 +59,9 @@ def chi_square(probabilities: torch.Tensor, **p: Any) -> float:
     draws = 20_000
     logits = probabilities.log().float().expand(draws, -1)
     rows = [row([0] * 1, seed=seed, **p) for seed in range(draws)]
-    counts = Counter(s.token for s in sample(logits, rows))
-    return sum((counts[i] - draws * q) ** 2 / (draws * q) for i, q in enumerate(probabilities.tolist()))
+    counts = Counter(tokens(logits, rows))
+    shares: list[float] = probabilities.tolist()
+    return sum((counts[i] - draws * q) ** 2 / (draws * q) for i, q in enumerate(shares))
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -63,7 +73,7 @@ def test_temperature_flattens() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0])
     draws = 10_000
     rows = [row(seed=seed, temperature=2.0) for seed in range(draws)]
-    counts = Counter(s.token for s in sample(logits.expand(draws, -1), rows))
+    counts = Counter(tokens(logits.expand(draws, -1), rows))
     expected = (logits / 2).softmax(-1).tolist()
     assert [counts[i] / draws for i in range(3)] == pytest.approx(expected, abs=0.02)
 
@@ -106,7 +116,7 @@ def test_a_large_vocabulary_is_filtered_as_a_plain_sort_would(params: dict[str, 
         mass = order.values[:k].cumsum(-1) / order.values[:k].sum()
         size = int((mass < params.get("top_p", 1.0)).sum()) + 1
         allowed = set(order.indices[: min(size, k)].tolist())
-        picked = {s.token for s in sample(logits.expand(300, -1), [row(seed=i, **params) for i in range(300)])}
+        picked = set(tokens(logits.expand(300, -1), [row(seed=i, **params) for i in range(300)]))
         assert picked <= allowed
         assert len(picked) > min(len(allowed), 300) / 5
 
@@ -116,7 +126,7 @@ def test_penalties_as_openai_and_vllm_define_them() -> None:
     seen = {"tokens": [0, 1, 2, 2], "num_prompt": 2, "temperature": 0, "logprobs": 0}
 
     def best(**p: Any) -> int:
-        return sample(logits, [row(**{**seen, **p})])[0].token
+        return tokens(logits, [row(**{**seen, **p})])[0]
 
     assert best() == 0
     assert best(repetition_penalty=5.0) == 3  # 2/5 and 1/5: prompt and output both count
@@ -133,15 +143,15 @@ def test_repetition_pushes_negative_logits_down() -> None:
 def test_logprobs_are_those_of_the_model() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     raw = logits[0].log_softmax(-1).tolist()
-    (got,) = sample(logits, [row(temperature=0, logprobs=2, barred={1})])
+    (got,) = sampled(logits, [row(temperature=0, logprobs=2, barred={1})])
     assert got.token == 2
     assert got.logprob == pytest.approx(raw[2])
     assert [t for t, _ in got.top_logprobs] == [1, 2]
     assert [p for _, p in got.top_logprobs] == pytest.approx([raw[1], raw[2]])
-    (chosen_only,) = sample(logits, [row(logprobs=0)])
+    (chosen_only,) = sampled(logits, [row(logprobs=0)])
     assert chosen_only.logprob is not None
     assert chosen_only.top_logprobs == ()
-    (all_of_them,) = sample(logits, [row(logprobs=20)])
+    (all_of_them,) = sampled(logits, [row(logprobs=20)])
     assert len(all_of_them.top_logprobs) == 3
 
 
@@ -173,7 +183,7 @@ def test_neighbours_and_their_order_do_not_matter(params: list[dict[str, Any]], 
 
 def test_another_position_or_seed_is_another_draw() -> None:
     logits = torch.zeros(64, 1000)
-    by_position = sample(logits, [row([0] * (n + 1)) for n in range(64)])
-    by_seed = sample(logits, [row(seed=n) for n in range(64)])
-    assert len({s.token for s in by_position}) > 50
-    assert len({s.token for s in by_seed}) > 50
+    by_position = tokens(logits, [row([0] * (n + 1)) for n in range(64)])
+    by_seed = tokens(logits, [row(seed=n) for n in range(64)])
+    assert len(set(by_position)) > 50
+    assert len(set(by_seed)) > 50

@@ -1,5 +1,7 @@
 """The scheduler's rules, one by one, with a model that is a pure function of the tokens."""
 
+from typing import Any
+
 import pytest
 from scheduler_model import CONFIG, drive, next_token, scheduler, sequence
 
@@ -56,11 +58,12 @@ def test_no_more_than_max_num_seqs_run_and_the_queue_is_fair() -> None:
 def test_finish_reasons() -> None:
     sched = scheduler()
     first = next_token(list(range(3)))
-    for name, how in {
+    kinds: dict[str, dict[str, Any]] = {
         "length": {"max_tokens": 1},
         "stop": {"stop_token_ids": (first,)},
         "barred": {"stop_token_ids": (first,), "min_tokens": 1},
-    }.items():
+    }
+    for name, how in kinds.items():
         sched.add(sequence(name, 3, **how))
     chunks = sched.schedule()
     assert sched.barred_tokens(sched.queues.sequences["barred"]) == {first} | CONFIG.eos_token_ids

@@ -1,6 +1,8 @@
 """Whatever happens to requests on their way - cancels, failed pulls, preemption, hand-offs, failed steps - the books
 balance after every event and each request that ends has exactly the tokens it would have had alone."""
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -37,7 +39,7 @@ class Machine(RuleBasedStateMachine):
         self.sched = scheduler(NUM_PAGES, max_batch_tokens=budget, max_num_seqs=seqs)
         self.model = FakeModel(NUM_PAGES)
 
-    def new(self, prompt: list[int], max_tokens: int, **more: object) -> Sequence:
+    def new(self, prompt: list[int], max_tokens: int, **more: Any) -> Sequence:
         self.count += 1
         return sequence(f"r{self.count}", prompt, max_tokens=max_tokens, **more)
 

@@ -1,5 +1,7 @@
 """A Sequence keeps its tokens, keys and chunks in step, and impossible sampling values cannot exist."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from moonpool.engine.sequence import SamplingParams, Sequence, pages_for
 ROOT = bytes(range(32))
 
 
-def sequence(prompt: list[int], block_tokens: int = 4, **more: object) -> Sequence:
+def sequence(prompt: list[int], block_tokens: int = 4, **more: Any) -> Sequence:
     return Sequence("r", prompt, SamplingParams(max_tokens=8), root=ROOT, block_tokens=block_tokens, **more)
 
 
@@ -70,8 +72,9 @@ def test_empty_prompt_is_refused() -> None:
     ],
 )
 def test_impossible_sampling_values(param: str, value: float) -> None:
+    values: dict[str, Any] = {"max_tokens": 8, param: value}
     with pytest.raises(InvalidInput) as raised:
-        SamplingParams(**{"max_tokens": 8, param: value})
+        SamplingParams(**values)
     assert raised.value.param == param
 
 

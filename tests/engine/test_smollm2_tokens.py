@@ -33,7 +33,9 @@ def tokenizer() -> Tokenizer:
 def reference() -> PreTrainedModel:
     """The same file, read by transformers itself."""
     path = resolve("smollm2").root
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model.train(False)
+    return model
 
 
 @pytest.mark.parametrize(("length", "chunk", "num_new"), [(1, 512, 16), (30, 7, 16), (129, 64, 16), (1500, 512, 4)])

@@ -9,6 +9,7 @@ from pathlib import Path
 from moonpool.base.checksum import crc32c
 from moonpool.base.object_header import ObjectHeader, Piece, unpack
 from moonpool.node.config import NodeConfig
+from moonpool.node.ssd import SsdLog
 from moonpool.node.ssd_tier import NodeSsd
 from moonpool.store.messages import GRANULE_NBYTES, Order, OrderKind, Placement
 from moonpool.transfer.memory.segment import Segment
@@ -27,6 +28,11 @@ def config(tmp_path: Path, *, name: str = "n0", ssd_nbytes: int = 16 * LOG_FILE_
         run_dir=str(tmp_path / "run"),
         **{"dram_nbytes": 8 * MIB, "ssd_file_nbytes": LOG_FILE_NBYTES, "retry_s": 0.02, **ssd, **more},  # type: ignore[arg-type]
     )
+
+
+def seal(log: SsdLog) -> None:
+    """What comes next goes to another file."""
+    log._writer.seal()
 
 
 def open_ssd(tmp_path: Path) -> NodeSsd:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
+
+from waiting import HANG_S
 
 from moonpool.base.errors import AlreadyExists
 from moonpool.base.rpc import Call, RpcPeer, RpcServer
@@ -74,10 +77,12 @@ class ScriptedMaster:
         self.give(*orders)
         return await self.answers(*orders)
 
-    async def until(self, holds: Any, timeout_s: float = 10.0) -> None:
-        """Looks again whenever the node has said something."""
-        async with asyncio.timeout(timeout_s), self._changed:
-            await self._changed.wait_for(holds)
+    async def until(self, holds: Callable[[], object]) -> None:
+        """Look again whenever the node has said something."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HANG_S), self._changed:
+                await self._changed.wait_for(lambda: bool(holds()))
+        assert holds(), f"not within {HANG_S:g} s"
 
     def _noted(self, handle: Any) -> Any:
         def answer(call: Call[Any], peer: RpcPeer) -> Any:

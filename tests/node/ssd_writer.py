@@ -2,8 +2,8 @@
 
     python ssd_writer.py FOLDER SEED
 
-It goes on where the log stands. Lines: `append KEY GENERATION`, `remove KEY GENERATION`; a `start ...` line names what
-is about to be done, so that whoever reads knows what may have happened last.
+It goes on where the log stands, and says `opening` before. Lines: `append KEY GENERATION`, `remove KEY GENERATION`; a
+`start ...` line names what is about to be done, so that whoever reads knows what may have happened last.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def remove(log: SsdLog, present: dict[bytes, int], count: int, rng: random.Rando
 
 def main(folder: str, seed: int) -> None:
     rng = random.Random(seed)
+    say("opening\n")
     with SsdLog.open(folder, CONFIG) as log:
         log.refuse((stored.key, stored.generation) for stored in log.salvaged())  # as a master that knows none of them
         present = {stored.key: stored.generation for stored in log.items()}

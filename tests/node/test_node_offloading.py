@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from node_world import MIB, allocate, object_of, open_ssd, order, place, store
+from waiting import HANG_S
 
 from moonpool.base.errors import MoonpoolError, NoSpace, Unavailable
 from moonpool.node import offloading
 from moonpool.node.offloading import LogThread
 from moonpool.node.ssd import LogItem, LogLocation
 from moonpool.node.ssd.folder import LogFolder
+from moonpool.node.ssd.reading import check_object
 from moonpool.node.ssd_tier import NodeSsd, offset_of
 from moonpool.store.messages import Order, OrderKind, OrderResult, Placement
 from moonpool.transfer.memory.segment import Segment
@@ -70,7 +72,7 @@ def test_several_in_one_go(memory: Segment, ssd: NodeSsd, log_thread: LogThread)
     for each, result in zip(orders, results, strict=True):
         found = bytearray(each.nbytes)
         assert result.offset is not None
-        ssd.segment.read_into(result.offset, [found], timeout_s=5)
+        ssd.segment.read_into(result.offset, [found], timeout_s=HANG_S)
         assert found == object_of(each.key, 7, SIZES)
     assert ssd.log.stats().num_pending_tombstones == 0
 
@@ -85,7 +87,7 @@ def test_checks_run_one_write_ahead(
     monkeypatch.setattr(offloading, "_WRITE_NBYTES", 4 * nbytes)
     num_checked = 0
     seen: list[tuple[int, int]] = []
-    check, append_many = offloading.check_object, ssd.log.append_many
+    check, append_many = check_object, ssd.log.append_many
 
     def counting(*args: Any) -> None:
         nonlocal num_checked
@@ -110,7 +112,12 @@ def test_done_means_durable(
 ) -> None:
     synced: list[int] = []
     sync = ssd.log.sync
-    monkeypatch.setattr(ssd.log, "sync", lambda: (sync(), synced.append(ssd.log.stats().num_objects)))
+
+    def noted() -> None:
+        sync()
+        synced.append(ssd.log.stats().num_objects)
+
+    monkeypatch.setattr(ssd.log, "sync", noted)
     log_thread.execute(offloads(memory, 5))
     assert synced == [5]
 
@@ -180,7 +187,7 @@ def test_a_record_under_another_generation(memory: Segment, ssd: NodeSsd, log_th
     assert first[0].offset is not None
     assert second[0].offset == first[0].offset
     found = bytearray(again.nbytes)
-    ssd.segment.read_into(first[0].offset, [found], timeout_s=5)
+    ssd.segment.read_into(first[0].offset, [found], timeout_s=HANG_S)
     assert found == object_of(b"key-0", 12, SIZES)
     assert bytes(memory.memory[: again.nbytes]) == object_of(b"key-0", 7, SIZES), "memory stays as it was"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from node_world import LOG_FILE_NBYTES, MIB, config, object_of, order, place, store
 from scripted_master import FLOOR, ScriptedMaster, refusal_of
+from waiting import HANG_S
 
 from moonpool.base.errors import ConfigError, PeerLost
 from moonpool.base.metrics import GetMetrics
@@ -24,6 +25,7 @@ from moonpool.base.rpc import AsyncClient
 from moonpool.node import orders as orders_module
 from moonpool.node import session_registry
 from moonpool.node import ssd_tier as ssd_module
+from moonpool.node.orders import OrderLane
 from moonpool.node.service import Node
 from moonpool.node.ssd import MovedRecord, SsdLog
 from moonpool.store.messages import Order, OrderKind, Placement, ReportCorrupt, Tier, session_calls
@@ -146,14 +148,17 @@ async def test_a_restarted_node_waits_until_its_predecessor_is_forgotten(world: 
     world.master.refuse_mounts = True
     starting = asyncio.create_task(world.node())
     await world.master.until(lambda: world.master.num_calls.get("MountSegment", 0) >= 2)
+    assert not starting.done()
+    assert world.master.mounts == {}
     world.master.refuse_mounts = False
     await starting
+    assert world.master.mounts.keys() == {"n0.dram", "n0.ssd"}
 
 
 async def test_twins_on_one_machine_are_refused_at_once(world: World) -> None:
     await world.node()
     with pytest.raises(ConfigError, match=r"n0\.sess"):
-        await world.node(start_timeout_s=5)
+        await world.node(start_timeout_s=HANG_S)
 
 
 async def test_two_nodes_cannot_share_a_folder(world: World) -> None:
@@ -188,6 +193,15 @@ async def test_offload_drop_and_bring_back(world: World) -> None:
     assert node.ssd.log.find(b"key-0", NEW) is None
 
 
+def lane_of(node: Node, kind: OrderKind) -> OrderLane:
+    return node.work.orders._lanes[kind]
+
+
+def registry_of(node: Node) -> session_registry.SessionRegistry:
+    assert node._registry is not None
+    return node._registry
+
+
 @pytest.mark.parametrize("shm", [True, False])
 async def test_copy_from_another_nodes_memory_and_disk(world: World, shm: bool) -> None:
     there, here = await world.node("there"), await world.node("here", shm=shm)
@@ -197,7 +211,7 @@ async def test_copy_from_another_nodes_memory_and_disk(world: World, shm: bool) 
     expected = object_of(b"key-0", NEW + 1, (5000, 70_000))
     assert contents(here.segment, 4 * MIB, held.nbytes) == expected
     assert there.ssd is not None
-    (stored,) = there.work.orders._lanes[OrderKind.OFFLOAD].run([held])
+    (stored,) = lane_of(there, OrderKind.OFFLOAD).run([held])
     assert stored.offset is not None
     source = Placement(there.ssd.segment.name, stored.offset, there.ssd.segment.incarnation, NEW)
     (result,) = await world.master.execute(copy(source, held.nbytes, here, at=6 * MIB))
@@ -230,12 +244,12 @@ async def test_nothing_is_begun_before_what_is_under_way_has_ended(
     """A copy that outlives its connection must not write into space that a later mount gives away."""
     node = await world.node(ssd_nbytes=0)
     began, go_on = threading.Event(), threading.Event()
-    lane = node.work.orders._lanes[OrderKind.COPY]
+    lane = lane_of(node, OrderKind.COPY)
     run = lane.run
 
     def slow(orders: list[Order]) -> object:
         began.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HANG_S)
         return run(orders)
 
     monkeypatch.setattr(lane, "run", slow)
@@ -264,7 +278,7 @@ async def test_a_lane_that_is_held_waits_and_its_answers_are_told(world: World) 
     first = offload(node, 0)
     world.master.give(first)
     await asyncio.sleep(0)
-    async with runner.hold(runner._lanes[OrderKind.OFFLOAD]):
+    async with runner.hold(lane_of(node, OrderKind.OFFLOAD)):
         was_done = first.order_id in world.master.done
         second = offload(node, 1)
         world.master.give(second)
@@ -343,10 +357,8 @@ async def test_a_killed_process_is_gone_at_once_and_a_stopped_one_is_not(world: 
     victim, stopped = await asyncio.gather(*(asyncio.to_thread(start_holder, node, number) for number in (1, 2)))
     try:
         os.kill(stopped.pid, signal.SIGSTOP)
-        killed_s = time.monotonic()
         victim.kill()
-        await world.master.until(lambda: world.master.gone)
-        assert time.monotonic() - killed_s < 1.0
+        await world.master.until(lambda: world.master.gone)  # not by its silence: the other's is longer
         assert world.master.gone == [1]
     finally:
         end(victim)
@@ -358,11 +370,10 @@ async def test_a_process_with_a_gpu_is_gone_a_while_after_its_exit(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its GPU may still write for a moment. Until then it counts as alive."""
-    monkeypatch.setattr(session_registry, "GPU_GRACE_S", 0.3)
+    monkeypatch.setattr(session_registry, "GPU_GRACE_S", 1.0)
     node = await world.node(ssd_nbytes=0)
     victim = await asyncio.to_thread(partial(start_holder, node, 1, uses_gpu=True))
-    registry = node._registry
-    assert registry is not None
+    registry = registry_of(node)
     try:
         killed_s = time.monotonic()
         victim.kill()
@@ -370,7 +381,7 @@ async def test_a_process_with_a_gpu_is_gone_a_while_after_its_exit(
         await world.master.until(lambda: not registry._sessions_of)
         assert registry.sessions() == [1]
         await world.master.until(lambda: world.master.gone == [1])
-        assert time.monotonic() - killed_s >= 0.3
+        assert time.monotonic() - killed_s >= 1.0
         assert registry.sessions() == []
     finally:
         end(victim)
@@ -386,8 +397,7 @@ async def test_a_gpu_session_that_comes_back_lives_on(world: World, monkeypatch:
     first.close()
     second.close()
     await world.master.until(lambda: world.master.gone == [6])
-    assert node._registry is not None
-    assert node._registry.sessions() == [5]
+    assert registry_of(node).sessions() == [5]
 
 
 async def test_a_gpu_session_whose_copies_are_over_ends_with_its_connection(world: World) -> None:
@@ -475,7 +485,7 @@ async def test_compaction_is_told_and_old_files_rest(world: World, monkeypatch: 
         offset = offsets[key]
         assert offset is not None
         found = bytearray(there.nbytes)
-        node.ssd.segment.read_into(offset, [found], timeout_s=5)
+        node.ssd.segment.read_into(offset, [found], timeout_s=HANG_S)
         assert found == object_of(key, NEW + 2, (5000, 70_000))
     await world.master.until(lambda: log.stats().num_spare_files > 0)
     log.check_integrity()
@@ -491,7 +501,7 @@ async def test_what_is_moved_during_an_outage_is_told_after_it(world: World, mon
 
     def slow(max_nbytes: int) -> object:
         began.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HANG_S)
         return compact(max_nbytes)
 
     monkeypatch.setattr(log, "compact", slow)

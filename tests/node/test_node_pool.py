@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from node_world import LOG_FILE_NBYTES, MIB, config
-from store_pool import LoopThread, RoleProcess, wait_until
+from store_pool import LoopThread, RoleProcess
+from waiting import wait_until
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.master.service import Master, MasterConfig
@@ -49,7 +50,7 @@ class Pool:
         self.nodes[name] = node = Node(config(self.tmp_path, name=name, **settings))  # type: ignore[arg-type]
         self.loop.run(node.start())
         if node.config.ssd_dir is not None:
-            wait_until(lambda: self.segment(f"{name}.ssd").status == "ok")
+            wait_until(lambda: self.segment(f"{name}.ssd").status == "ok", f"{name}.ssd is mounted")
         return node
 
     def new_client(self, *, shm: bool = True) -> Store:
@@ -81,7 +82,7 @@ class Pool:
         return found
 
     def wait_offloaded(self, count: int, node: str = "n0") -> None:
-        wait_until(lambda: self.segment(f"{node}.ssd").num_objects >= count)
+        wait_until(lambda: self.segment(f"{node}.ssd").num_objects >= count, f"{count} objects are on disk")
 
     def replicas(self, number: int) -> list[str]:
         """The segments that have it."""
@@ -108,11 +109,16 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
         yield Pool(tmp_path, stack)
 
 
-def succeeds(action: Callable[[], bool]) -> bool:
-    try:
-        return action()
-    except MoonpoolError:
-        return False
+def put_soon(pool: Pool, number: int) -> None:
+    """As soon as there is room."""
+
+    def is_put() -> bool:
+        try:
+            return pool.client.put(key(number), value(number))
+        except MoonpoolError:
+            return False
+
+    wait_until(is_put, f"there is room for object {number}")
 
 
 def test_what_memory_has_no_room_for_is_read_from_disk(pool: Pool) -> None:
@@ -120,7 +126,7 @@ def test_what_memory_has_no_room_for_is_read_from_disk(pool: Pool) -> None:
     pool.put_all(20)
     pool.wait_offloaded(20)
     for number in range(20, 80):
-        wait_until(lambda number=number: succeeds(lambda: pool.client.put(key(number), value(number))))  # type: ignore[misc]
+        put_soon(pool, number)
         if number % 10 == 9:
             pool.wait_offloaded(number)
     pool.wait_offloaded(80)
@@ -136,7 +142,7 @@ def test_what_is_asked_for_again_comes_back_to_memory(pool: Pool) -> None:
     pool.loop.run(node.close())
     pool.start_node()
     assert pool.replicas(0) == ["n0.ssd"]
-    wait_until(lambda: pool.client.get(key(0)) == value(0) and "n0.dram" in pool.replicas(0))
+    wait_until(lambda: pool.client.get(key(0)) == value(0) and "n0.dram" in pool.replicas(0), "it is in memory again")
     assert pool.read_all(4) == [0, 1, 2, 3]
 
 
@@ -160,7 +166,7 @@ def test_a_disk_emptied_meanwhile_is_not_believed_in(pool: Pool, tmp_path: Path)
     for file in (tmp_path / "n0.disk").glob("log-*"):
         file.unlink()
     pool.start_node()
-    wait_until(lambda: pool.client.stats().num_objects == 0)
+    wait_until(lambda: pool.client.stats().num_objects == 0, "all objects are gone")
     assert pool.read_all(5) == []
 
 
@@ -171,10 +177,11 @@ def test_a_restarted_master_knows_memory_and_disk(pool: Pool) -> None:
     incarnation = node.segment.incarnation
     pool.loop.run(pool.master.close())
     pool.start_master()
-    wait_until(lambda: {pool.segment(name).status for name in ("n0.dram", "n0.ssd", "n1.dram")} == {"ok"})
+    names = ("n0.dram", "n0.ssd", "n1.dram")
+    wait_until(lambda: {pool.segment(name).status for name in names} == {"ok"}, "all segments are mounted")
     assert node.segment.incarnation == incarnation
     assert pool.read_all(12) == list(range(12))
-    wait_until(lambda: succeeds(lambda: pool.client.put(key(50), value(50))))
+    put_soon(pool, 50)
     assert pool.client.get(key(50)) == value(50)
 
 
@@ -183,7 +190,7 @@ def test_a_drained_segment_is_emptied(pool: Pool) -> None:
     pool.put_all(6)
     pool.start_node("n1", ssd_nbytes=0)
     pool.client.master.call(DrainSegment(segment="n0.dram"))
-    wait_until(lambda: pool.segment("n0.dram").status == "drained")
+    wait_until(lambda: pool.segment("n0.dram").status == "drained", "n0.dram is drained")
     assert pool.read_all(6) == list(range(6))
     assert pool.segment("n1.dram").num_objects == 6
 
@@ -196,15 +203,15 @@ def test_damage_in_memory_is_not_carried_to_disk(pool: Pool) -> None:
     node.segment.memory[info.replicas[0].offset + 50_000] ^= 1
     pool.start_node("n1", ssd_nbytes=0)
     pool.client.master.call(DrainSegment(segment="n0.dram"))
-    wait_until(lambda: pool.counter("corrupt_replicas") == 1)
+    wait_until(lambda: pool.counter("corrupt_replicas") == 1, "the master hears of the damage")
     assert pool.read_all(3) == [0, 2]
 
 
 def test_the_disk_is_bounded_and_stays_usable(pool: Pool) -> None:
     node = pool.start_node(dram_nbytes=4 * MIB, ssd_nbytes=6 * LOG_FILE_NBYTES, ssd_rest_s=0.3)
     for number in range(400):
-        wait_until(lambda number=number: succeeds(lambda: pool.client.put(key(number), value(number))))  # type: ignore[misc]
-    wait_until(lambda: pool.counter("evicted_ssd") > 0)
+        put_soon(pool, number)
+    wait_until(lambda: pool.counter("evicted_ssd") > 0, "the disk evicts")
     found = pool.read_all(400)
     assert found
     folder = Path(node.config.ssd_dir or "")
@@ -224,15 +231,15 @@ def test_a_killed_node_loses_nothing_that_was_on_its_disk(pool: Pool, seed: int)
     settings = asdict(config(pool.tmp_path, dram_nbytes=16 * MIB))
     node = RoleProcess("node", **settings)
     try:
-        wait_until(lambda: pool.segment("n0.ssd").status == "ok")
+        wait_until(lambda: pool.segment("n0.ssd").status == "ok", "n0.ssd is mounted")
         pool.put_all(60)
-        wait_until(lambda: pool.segment("n0.ssd").num_objects >= 10 + 20 * seed)
+        wait_until(lambda: pool.segment("n0.ssd").num_objects >= 10 + 20 * seed, "objects are on disk")
         node.kill()
         safe = pool.segment("n0.ssd").num_objects
         node = RoleProcess("node", **settings)
-        wait_until(lambda: pool.segment("n0.ssd").status == "ok")
+        wait_until(lambda: pool.segment("n0.ssd").status == "ok", "n0.ssd is mounted")
         assert len(pool.read_all(60)) >= safe
-        wait_until(lambda: pool.segment("n0.dram").status == "ok")
+        wait_until(lambda: pool.segment("n0.dram").status == "ok", "n0.dram is mounted")
         assert pool.client.put(b"again", value(7))
         assert pool.client.get(b"again") == value(7)
         pool.loop.run(check_integrity(pool.master))

@@ -91,12 +91,16 @@ def test_a_flipped_bit_is_noticed(data: st.DataObject) -> None:
     assert layout.parse_trailer(view(flipped(trailer, data.draw(st.integers(0, 8 * used - 1)))), HEADER) is None
 
 
+def header_of(nonce: bytes) -> FileHeader:
+    return HEADER._replace(nonce=nonce)
+
+
 def test_a_header_of_another_file_or_place_is_not_taken() -> None:
     entries = [Entry(b"k" * 36, 5, 7, 8192, 5000)]
     batch = view(layout.pack_batch_header(entries, 4096, 4096, 16384, HEADER.nonce))
     assert layout.parse_batch(batch, 4096, HEADER) == entries
     assert layout.parse_batch(batch, 8192, HEADER) is None
-    assert layout.parse_batch(batch, 4096, HEADER._replace(nonce=bytes(16))) is None
+    assert layout.parse_batch(batch, 4096, header_of(bytes(16))) is None
 
 
 def test_a_newer_version_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +178,7 @@ def test_an_object_that_looks_like_the_log_is_not_taken_for_it() -> None:
     copied = FileImage()
     copied.write(KEYS[0])
     hostile = bytes(copied.data[UNIT_NBYTES : 4 * UNIT_NBYTES])
-    other = HEADER._replace(nonce=b"n" * 16)
+    other = header_of(b"n" * 16)
     image = bytearray(FILE_NBYTES)
     image[UNIT_NBYTES : UNIT_NBYTES + len(hostile)] = hostile
     assert recover(lambda at, nbytes: memoryview(image)[at : at + nbytes], other).entries == []

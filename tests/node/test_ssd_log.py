@@ -6,9 +6,12 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from node_world import seal
 from ssd_world import KIB, SMALL, copy_as_is, inventory, item_of, log_files, parts_of, read_object
+from waiting import HANG_S
 
 from moonpool.base.checksum import ChecksumKind
 from moonpool.base.errors import (
@@ -159,6 +162,10 @@ def test_parts_may_be_cut_anywhere(tmp_path: Path) -> None:
                     log.release(file)
 
 
+def changed(read: LogRead, **fields: Any) -> LogRead:
+    return read._replace(**fields)
+
+
 def test_many_are_read_at_once(log: SsdLog) -> None:
     items = [item_of(b"%036d" % number, 1, (4096 + number % 2,)) for number in range(20)]
     locations = log.append_many(items)
@@ -170,13 +177,13 @@ def test_many_are_read_at_once(log: SsdLog) -> None:
     assert log.read_many([]) == []
     assert log.read_many(reads[::-1]) == [None] * 20
     assert [bytes(read.buffers[0]) for read in reads] == [b"".join(item.parts) for item in items]  # type: ignore[arg-type]
-    wrong = [reads[0]._replace(generation=2), reads[1], reads[2]._replace(key=A)]
+    wrong = [changed(reads[0], generation=2), reads[1], changed(reads[2], key=A)]
     answers = log.read_many(wrong)
     assert isinstance(answers[0], StaleGeneration)
     assert answers[1] is None
     assert isinstance(answers[2], StaleGeneration)
     with pytest.raises(InvalidInput):
-        log.read_many([reads[0]._replace(buffers=[bytearray(5)])])
+        log.read_many([changed(reads[0], buffers=[bytearray(5)])])
 
 
 def test_objects_without_checksums_are_checked_too(log: SsdLog, tmp_path: Path) -> None:
@@ -207,7 +214,7 @@ def test_damage_is_refused_counted_and_left_behind(log: SsdLog) -> None:
         with pytest.raises(Corrupt):
             read_object(log, A, 1)
         assert log.stats().num_corrupt == expected
-    log._writer.seal()
+    seal(log)
     log.remove([(C, 1)])
     moved = {one.key: one for one in log.compact(1 << 20)}
     assert moved[A].new is None
@@ -217,7 +224,7 @@ def test_damage_is_refused_counted_and_left_behind(log: SsdLog) -> None:
     assert log.stats().num_corrupt == 3
 
 
-def test_space_is_bounded_and_comes_back(log: SsdLog) -> None:
+def test_space_is_bounded_and_comes_back(log: SsdLog, tmp_path: Path) -> None:
     """Full; what is removed makes room after compaction and release, for ever."""
     number = 0
     for _ in range(3):
@@ -237,7 +244,7 @@ def test_space_is_bounded_and_comes_back(log: SsdLog) -> None:
                 log.release(file)
         assert inventory(log) == kept
         log.check_integrity()
-    sizes = sum(path.stat().st_size for path in Path(log._folder.path).iterdir())
+    sizes = sum(path.stat().st_size for path in (tmp_path / "log").iterdir())
     assert sizes <= SMALL.max_nbytes
 
 
@@ -259,12 +266,12 @@ def test_a_full_log_that_is_emptied_takes_objects_again(log: SsdLog) -> None:
     assert log.stats().num_pending_tombstones == 0
 
 
-def test_a_drained_file_waits_for_its_readers(log: SsdLog) -> None:
+def test_a_drained_file_waits_for_its_readers(log: SsdLog, tmp_path: Path) -> None:
     first = log.append(A, 1, parts_of(A, 1))
     log.append(B, 1, parts_of(B, 1, (20_000,)))
     with pytest.raises(InvalidInput, match="not drained"):
         log.release(first.file_number)
-    log._writer.seal()
+    seal(log)
     log.remove([(B, 1)])
     (moved,) = log.compact(1 << 20)
     assert (moved.key, moved.old, moved.new) == (A, first, log.find(A, 1))
@@ -272,7 +279,7 @@ def test_a_drained_file_waits_for_its_readers(log: SsdLog) -> None:
     assert read_object(log, A, 1, first) == b"".join(parts_of(A, 1))  # a reader with a lease
     Path(log.path_of(first.file_number) + ".fence").touch()  # it was served as a segment
     log.release(first.file_number)
-    assert not list(Path(log._folder.path).glob("*.fence"))
+    assert not list((tmp_path / "log").glob("*.fence"))
     with pytest.raises(Unavailable, match="any more"):
         read_object(log, A, 1, first)
     assert read_object(log, A, 1) == b"".join(parts_of(A, 1))
@@ -292,7 +299,7 @@ def test_a_peer_reads_the_file_as_a_segment(log: SsdLog) -> None:
         )
         peer = transport.open(descriptor, endpoint, timeout_s=1.0)
         target = bytearray(location.nbytes)
-        peer.read_into(location.offset, [target], timeout_s=5.0)
+        peer.read_into(location.offset, [target], timeout_s=HANG_S)
         assert target == b"".join(parts_of(A, 1))
         peer.close()
         transport.close()
@@ -301,12 +308,12 @@ def test_a_peer_reads_the_file_as_a_segment(log: SsdLog) -> None:
 def test_a_tombstone_outlives_its_file(log: SsdLog, tmp_path: Path) -> None:
     """The file with the tombstone goes before the one with the object that it hides."""
     log.append_many([item_of(A, 1), item_of(B, 1, (30_000,))])
-    log._writer.seal()
+    seal(log)
     log.remove([(A, 1)])
     log.append(C, 1, parts_of(C, 1))
-    log._writer.seal()
+    seal(log)
     log.remove([(C, 1)])
-    log._writer.seal()
+    seal(log)
     drained: set[int] = set()
     while new := (log.compact(0), set(log.drained()) - drained)[1]:
         drained |= new
@@ -341,7 +348,7 @@ def test_a_closed_log_says_so(log: SsdLog) -> None:
 )
 def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
-        SsdConfig(**wrong)  # type: ignore[arg-type]
+        SsdConfig(**wrong)
 
 
 def test_readers_writers_and_compaction_at_once(tmp_path: Path) -> None:

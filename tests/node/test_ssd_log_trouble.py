@@ -16,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 
 import pytest
+from node_world import seal
 from small_disk import remount, small_disk
 from ssd_world import FAST_DIR, KIB, SMALL, copy_as_is, inventory, is_object, item_of, log_files, parts_of, read_object
 
@@ -123,7 +124,7 @@ def test_tombstones_wait_for_the_disk(tmp_path: Path) -> None:
     """Removed is removed, though nothing can be written; when it can be again, the disk learns it."""
     with SsdLog.open(tmp_path / "log", SMALL) as log:
         log.append_many([item_of(A, 1), item_of(B, 1)])
-        log._writer.seal()
+        seal(log)
         with limit(resource.RLIMIT_FSIZE, 0):
             assert log.remove([(A, 1)]) == 1
             assert inventory(log) == {B: 1}
@@ -198,10 +199,10 @@ def test_files_that_were_removed_or_cut_short(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     with SsdLog.open(folder, SMALL) as log:
         first = log.append(A, 1, parts_of(A, 1))
-        log._writer.seal()
+        seal(log)
         second = log.append(B, 1, parts_of(B, 1))
         log.append(C, 1, parts_of(C, 1))
-        log._writer.seal()
+        seal(log)
         os.unlink(log.path_of(first.file_number))
         os.truncate(log.path_of(second.file_number), second.offset + 12 * KIB)
         with pytest.raises(Unavailable):

@@ -72,7 +72,7 @@ def main(kind: str, nbytes: int, granule_nbytes: int) -> None:
                 segment = make("plain", nbytes, granule_nbytes or None)
                 segment.write_from(0, [b"\1" * nbytes], generation=0, timeout_s=30)
                 cuda.serve(segment)
-        print(crc32c(contents(segment)), flush=True)
+        print(crc32c(contents(segment).data), flush=True)
     tcp.close()
     cuda.close()
 

@@ -10,6 +10,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -75,7 +76,7 @@ class Hostile:
         name = self.name().decode("utf-8", "replace")
         spans = [(self.number() % 2**63, self.number() % 2**63) for _ in range(self.rng.randrange(3))]
         incarnation = 1 if self.rng.random() < 0.8 else self.number()
-        calls: tuple[Callable[[], Call[object]], ...] = (
+        calls: tuple[Callable[[], Call[Any]], ...] = (
             lambda: Describe(name),
             lambda: Introduce(),
             lambda: Notify(name, incarnation, self.data(self.rng.randrange(100))),

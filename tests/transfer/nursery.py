@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
+from waiting import HANG_S
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class Nursery(Generic[T]):
         self._born = born
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -78,9 +80,9 @@ def kill_under(moves: Sequence[Callable[[], None]], pid: int) -> tuple[list[type
     callers = [threading.Thread(target=repeat, args=(move,)) for move in moves]
     for caller in callers:
         caller.start()
-    assert moving.acquire(timeout=30)
+    assert moving.acquire(timeout=HANG_S)
     os.kill(pid, signal.SIGKILL)
     killed_at = time.monotonic()
     for caller in callers:
-        caller.join(10)
+        caller.join(HANG_S)
     return [kind for kind, _ in ended], max(at for _, at in ended) - killed_at

@@ -201,6 +201,7 @@ class World:
             return
         for request, start, nbytes in what.slices:
             self.acknowledged.setdefault((what.work.number, request), []).append((start, nbytes))
+        assert what.path is not None
         self.rails[what.path].moved.append((self.now_s, what.nbytes))
         self.planner.completed(what, self.now_s)
 

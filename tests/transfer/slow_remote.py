@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from waiting import HANG_S
+
 from moonpool.base.errors import MoonpoolError
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view, as_bytes_views
 from moonpool.transfer.transports.base import RemoteSegment
@@ -79,7 +81,20 @@ class Gate(FakeRemote):
 
     def _pass(self, spans: list[tuple[int, int]]) -> None:
         self.entered.release()
-        assert self.open.wait(10)
+        assert self.open.wait(HANG_S)
+
+
+class Stepped(FakeRemote):
+    """Each call waits for one `go_on`; `entered` counts those that began."""
+
+    def __init__(self, nbytes: int = 1 << 20) -> None:
+        super().__init__(nbytes, self._pass)
+        self.entered = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+
+    def _pass(self, spans: list[tuple[int, int]]) -> None:
+        self.entered.release()
+        assert self.go_on.acquire(timeout=HANG_S)
 
 
 def slow(seconds: float, nbytes: int = 1 << 20) -> FakeRemote:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import NoSpace, PeerLost
 from moonpool.transfer import SegmentDescriptor, host_id
@@ -63,17 +63,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not happen within 5 s")
-
-
 def locked(bench: Bench) -> PinnedSegment:
     segment = bench.pinning.add(bench.remote, 1)
-    until(lambda: segment.pinned_nbytes == NBYTES)
+    wait_until(lambda: segment.pinned_nbytes == NBYTES, "all is locked")
     return segment
 
 
@@ -90,14 +82,14 @@ def test_a_segment_is_locked_chunk_by_chunk_to_its_end(bench: Bench) -> None:
 def test_what_cannot_be_locked_stays_as_it_is(bench: Bench) -> None:
     bench.registrar.room_nbytes = 2 * CHUNK
     segment = bench.pinning.add(bench.remote, 1)
-    until(lambda: segment._is_refused)
+    wait_until(lambda: segment.is_refused, "the lock is refused")
     assert segment.pinned_nbytes == 2 * CHUNK
 
 
 def test_the_memory_of_an_owner_that_is_gone_is_unlocked_and_unmapped(bench: Bench) -> None:
     segment = locked(bench)
     bench.owner.close()
-    until(lambda: not bench.registrar.locked)
+    wait_until(lambda: not bench.registrar.locked, "the lock is given back")
     with pytest.raises(PeerLost):
         segment.begin_copies()
     assert bench.remote._attachment is None, "nothing keeps the mapping"
@@ -108,12 +100,12 @@ def test_copies_under_way_keep_the_memory_locked(bench: Bench) -> None:
     segment = locked(bench)
     segment.begin_copies()
     bench.owner.close()
-    until(lambda: segment._is_ending)
+    wait_until(lambda: segment.is_ending, "the owner's end is noticed")
     assert bench.registrar.locked
     with pytest.raises(PeerLost):
         segment.begin_copies()
     segment.end_copies()
-    until(lambda: not bench.registrar.locked)
+    wait_until(lambda: not bench.registrar.locked, "the lock is given back")
 
 
 def test_closing_waits_for_copies(bench: Bench) -> None:
@@ -121,9 +113,9 @@ def test_closing_waits_for_copies(bench: Bench) -> None:
     with segment.copying():
         closing = threading.Thread(target=bench.pinning.close)
         closing.start()
-        until(lambda: segment._is_ending)
+        wait_until(lambda: segment.is_ending, "the owner's end is noticed")
         assert bench.registrar.locked
-    closing.join(5)
+    closing.join(HANG_S)
     assert bench.registrar.locked == {}
 
 

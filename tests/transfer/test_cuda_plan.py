@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, NoSpace, ProtocolError, Unavailable
 from moonpool.transfer import SegmentDescriptor, host_id
@@ -144,4 +145,4 @@ def test_nothing_is_loaded_before_it_is_used() -> None:
         "assert 'torch' not in sys.modules\n"
         "assert 'libcuda' not in open('/proc/self/maps').read()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ, timeout=HANG_S)

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, PeerLost, StaleGeneration, Unavailable
@@ -67,7 +68,7 @@ class Owner:
         os.kill(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=HANG_S)
 
 
 class Peer:
@@ -131,7 +132,7 @@ def test_bytes_by_ipc_equal_the_owners(peer: Peer, kind: str, granule_nbytes: in
     remote.write_from(12345, [data[:7], data[7:]], generation=3, timeout_s=T)
     expected = owner.first.copy()
     expected[12345:] = data
-    assert owner.say("sum") == crc32c(expected)
+    assert owner.say("sum") == crc32c(expected.data)
 
 
 def test_many_small_ones(peer: Peer) -> None:
@@ -142,7 +143,7 @@ def test_many_small_ones(peer: Peer) -> None:
     for offset in offsets:
         expected[offset : offset + 4096] = random_bytes(4096, offset)
     remote.write_many([(o, expected[o : o + 4096]) for o in offsets], generation=1, timeout_s=T)
-    assert owner.say("sum") == crc32c(expected)
+    assert owner.say("sum") == crc32c(expected.data)
     back = np.zeros(NBYTES, np.uint8)
     remote.read_many([(o, back[o : o + 4096]) for o in range(0, NBYTES, 4096)], timeout_s=T)
     assert (back == expected).all()
@@ -167,10 +168,10 @@ def test_to_and_from_pinned_and_gpu_memory(peer: Peer) -> None:
     remote.write_from(4096, [own.span[4096 : NBYTES // 2], data[NBYTES // 2 :]], generation=0, timeout_s=T)
     expected = owner.first.copy()
     expected[4096:] = data[4096:]
-    assert owner.say("sum") == crc32c(expected)
+    assert owner.say("sum") == crc32c(expected.data)
     pinned[:] = data.data
     remote.write_from(0, [pinned], generation=0, timeout_s=T)
-    assert owner.say("sum") == crc32c(data)
+    assert owner.say("sum") == crc32c(data.data)
     own.close()
 
 
@@ -222,17 +223,21 @@ def test_outside_the_segment_nothing_is_reached(peer: Peer) -> None:
         remote.read_into(0, [RawMemory(4096, 16, "cuda:0")], timeout_s=T)
 
 
+def num_mapped() -> int:
+    return len(cuda_ipc._mapped)
+
+
 def test_withdrawn_returned_and_replaced(peer: Peer) -> None:
     owner = peer.owner()
     remote = peer.open(owner)
-    assert len(cuda_ipc._mapped) == 1
+    assert num_mapped() == 1
     owner.say("leave")
     with pytest.raises(NotFound):
         remote.read_into(0, [bytearray(1)], timeout_s=T)
     with pytest.raises(NotFound):
         remote.write_from(0, [b"x"], generation=0, timeout_s=T)
     gc.collect()
-    assert len(cuda_ipc._mapped) == 0
+    assert num_mapped() == 0
     owner.say("return")
     back = np.zeros(NBYTES, np.uint8)
     remote.read_into(0, [back], timeout_s=T)
@@ -245,7 +250,7 @@ def test_withdrawn_returned_and_replaced(peer: Peer) -> None:
 def test_an_allocation_is_mapped_once(peer: Peer) -> None:
     owner = peer.owner()
     remotes = [peer.open(owner) for _ in range(3)]
-    assert len(cuda_ipc._mapped) == 1
+    assert num_mapped() == 1
     for remote in remotes[:2]:
         remote.close()
     remotes[2].read_into(0, [bytearray(4)], timeout_s=T)
@@ -253,7 +258,7 @@ def test_an_allocation_is_mapped_once(peer: Peer) -> None:
     with pytest.raises(PeerLost):
         remotes[2].read_into(0, [bytearray(4)], timeout_s=T)
     gc.collect()
-    assert len(cuda_ipc._mapped) == 0
+    assert num_mapped() == 0
 
 
 def test_memory_that_cannot_be_exported_says_why(peer: Peer) -> None:
@@ -266,10 +271,10 @@ def test_memory_that_cannot_be_exported_says_why(peer: Peer) -> None:
 def moves(remote: CudaRemote, buffer: np.ndarray) -> list[Callable[[], None]]:
     small = [(at, buffer[at : at + 4096]) for at in range(0, NBYTES, 8192)]
     return [
-        lambda: remote.read_into(0, [buffer], timeout_s=60),
-        lambda: remote.write_from(0, [buffer], generation=1, timeout_s=60),
-        lambda: remote.read_many(small, timeout_s=60),
-        lambda: remote.write_many(small, generation=1, timeout_s=60),
+        lambda: remote.read_into(0, [buffer], timeout_s=5 * HANG_S),
+        lambda: remote.write_from(0, [buffer], generation=1, timeout_s=5 * HANG_S),
+        lambda: remote.read_many(small, timeout_s=5 * HANG_S),
+        lambda: remote.write_many(small, generation=1, timeout_s=5 * HANG_S),
     ]
 
 
@@ -294,15 +299,15 @@ def test_owners_killed_in_the_middle(peer: Peer) -> None:
         callers = [threading.Thread(target=repeat, args=(move,)) for move in work]
         for caller in callers:
             caller.start()
-        assert moving.acquire(timeout=30)
+        assert moving.acquire(timeout=HANG_S)
         owner.kill()
         killed_at = time.monotonic()
         for caller in callers:
-            caller.join(10)
+            caller.join(HANG_S)
         assert [kind for kind, _ in ended] == [PeerLost] * len(work)
-        assert max(at for _, at in ended) - killed_at < 2
+        assert max(at for _, at in ended) - killed_at < HANG_S / 2
         gc.collect()
-        assert len(cuda_ipc._mapped) == 0
+        assert num_mapped() == 0
         owner.close()
         free.append(driver().device(0).free_nbytes())
     assert free[0] - free[-1] < NBYTES

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import uvloop
 from engine_child import EngineProcess, running_master
+from waiting import HANG_S
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import Cancelled, MoonpoolError, NotFound, PeerLost
@@ -39,7 +40,7 @@ def make_engine(folder: Path, directory: Directory | None = None, **settings: An
 
 def first_byte(remote: RemoteSegment) -> int:
     back = bytearray(1)
-    remote.read_into(0, [back], timeout_s=5)
+    remote.read_into(0, [back], timeout_s=HANG_S)
     return back[0]
 
 
@@ -69,7 +70,7 @@ def test_an_owner_killed_and_started_again_is_found_anew(tmp_path: Path, master:
         )
         assert second.incarnation > first.incarnation
         second.ask("fill", name="kv", byte=2)
-        for use in (first_byte, lambda remote: remote.notify(b"x", timeout_s=5)):
+        for use in (first_byte, lambda remote: remote.notify(b"x", timeout_s=HANG_S)):
             with pytest.raises((NotFound, PeerLost)):
                 use(old)
         new = peer.open(target)
@@ -85,18 +86,19 @@ def test_a_batch_under_way_when_the_owner_dies_fails_soon(tmp_path: Path) -> Non
     with EngineProcess(tmp_path, {"kv": NBYTES}, shm=False) as owner, make_engine(tmp_path, tcp_host=None) as peer:
         remote = peer.open(f"kv@{owner.address}")
         buffer = bytearray(NBYTES)
-        batches = [peer.submit([TransferRequest(TransferOp.READ, remote, 0, [buffer])]) for _ in range(50)]
+        read = TransferRequest(TransferOp.READ, remote, 0, [buffer])
+        batches = [peer.submit([read], timeout_s=5 * HANG_S) for _ in range(50)]
         owner.kill()
         started_s = time.monotonic()
         errors = [type(failure_of(batch)) for batch in batches]
-        assert time.monotonic() - started_s < 2
+        assert time.monotonic() - started_s < HANG_S / 2
         assert PeerLost in errors
         assert set(errors) <= {PeerLost, type(None)}
 
 
 def failure_of(batch: Any) -> MoonpoolError | None:
     try:
-        batch.wait(10)
+        batch.wait(HANG_S)
     except MoonpoolError as error:
         return error
     return None
@@ -116,7 +118,7 @@ def test_a_message_comes_after_the_bytes(tmp_path: Path, shm: bool) -> None:
                     for at in range(0, NBYTES, 500_000)
                 ]
                 peer.submit(requests, notify=b"written").wait()
-                assert looking.result(10) == crc32c(content)
+                assert looking.result(HANG_S) == crc32c(content)
 
 
 @WAYS
@@ -159,7 +161,7 @@ def test_giving_up_waiting_for_messages_loses_none(tmp_path: Path, run: Any) -> 
         taken: list[bytes] = []
         for number in range(50):
             waiting = asyncio.ensure_future(wait_for_message(owner))
-            sending = asyncio.to_thread(remote.notify, b"%d" % number, timeout_s=5)
+            sending = asyncio.to_thread(remote.notify, b"%d" % number, timeout_s=HANG_S)
             if number % 2:
                 waiting.cancel()
             await asyncio.gather(sending, waiting, return_exceptions=True)
@@ -170,7 +172,7 @@ def test_giving_up_waiting_for_messages_loses_none(tmp_path: Path, run: Any) -> 
         remote = peer.open(owner.register("kv", nbytes=100))
         assert run(receive(owner, remote)) == [b"%d" % number for number in range(50)]
         owner.close()
-        owner.notified().wait(5)  # an engine that is closed keeps nobody waiting
+        owner.notified().wait(HANG_S)  # an engine that is closed keeps nobody waiting
         assert owner.notifications(5) == []
 
 
@@ -188,7 +190,7 @@ def test_everything_from_a_coroutine(tmp_path: Path, shm: bool, run: Any) -> Non
         await peer.submit([TransferRequest(TransferOp.WRITE, remote, 0, [content])], notify=b"there")
         await peer.submit([TransferRequest(TransferOp.READ, remote, 0, [back])])
         assert back == content
-        assert owner.ask("take", timeout_s=5) == [["kv", "there"]]
+        assert owner.ask("take", timeout_s=HANG_S) == [["kv", "there"]]
         await cancel_in_the_middle(peer, remote)
 
     with EngineProcess(tmp_path, {"kv": NBYTES}, shm=shm) as owner, make_engine(tmp_path, tcp_host=None) as peer:
@@ -221,12 +223,12 @@ def test_with_a_secret_between_processes(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("known to both of them")
     secret.chmod(0o600)
-    guarded = {"secret_file": str(secret), "shm": False}
+    guarded: dict[str, Any] = {"secret_file": str(secret), "shm": False}
     with EngineProcess(tmp_path, {"kv": NBYTES}, **guarded) as other, make_engine(tmp_path, **guarded) as here:
         here.register("back", nbytes=NBYTES)
         remote = here.open(f"kv@{other.address}")
         here.submit([TransferRequest(TransferOp.WRITE, remote, 0, [b"\x05" * NBYTES])], notify=b"five").wait()
-        assert other.ask("take", timeout_s=5) == [["kv", "five"]]
+        assert other.ask("take", timeout_s=HANG_S) == [["kv", "five"]]
         assert other.ask("crc", name="kv") == crc32c(b"\x05" * NBYTES)
         other.ask("write", target=f"back@{here.addresses[0]}", byte=6, nbytes=NBYTES, notify="six")
         assert here.notifications(5) == [Notification("back", b"six")]

@@ -32,7 +32,7 @@ from moonpool.transfer.disk import alignment as file_alignment
 from moonpool.transfer.disk.alignment import BUFFERED, Alignment, find_alignment
 from moonpool.transfer.disk.handle import SharedFd, own_errors
 from moonpool.transfer.transports.file import segment as file_dax
-from moonpool.transfer.transports.file.transport import FileTransport
+from moonpool.transfer.transports.file.transport import FileRemote, FileTransport
 
 
 @pytest.fixture
@@ -239,6 +239,7 @@ def test_a_block_device(tmp_path: Path) -> None:
             with pytest.raises(AlreadyExists, match="serves"):
                 FileSegment.create(device, MIB, incarnation=2)
             remote = transport.open(describe(segment, endpoint), endpoint, timeout_s=T)
+            assert isinstance(remote, FileRemote)
             assert read(remote, 77, 100_000) == data
             remote.close()
             transport.close()

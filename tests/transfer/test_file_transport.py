@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,11 +27,10 @@ from moonpool.base.errors import (
     PeerLost,
 )
 from moonpool.transfer import FileSegment, Segment, SegmentDescriptor, TransferConfig, TransferEngine, aligned_buffer
-from moonpool.transfer.disk import disk as file_disk
 from moonpool.transfer.disk.alignment import Alignment
 from moonpool.transfer.disk.disk import Cursor, plan_spans
 from moonpool.transfer.disk.handle import lock, try_lock, unlock
-from moonpool.transfer.memory.buffers import address_of
+from moonpool.transfer.memory.buffers import address_of, cut
 from moonpool.transfer.transports.file.transport import FileRemote, FileTransport
 
 USER = str(Path(__file__).with_name("file_user.py"))
@@ -64,6 +64,9 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileSegme
             yield made
     finally:
         FileSegment.remove(path)
+
+
+Vectored = Callable[[int, Sequence[Any], int], int]  # os.preadv and os.pwritev
 
 
 def needs_direct(segment: FileSegment) -> None:
@@ -246,11 +249,11 @@ def test_short_transfers_are_continued(segment: FileSegment, monkeypatch: pytest
     """The kernel may do less than asked; here it is made to."""
     needs_direct(segment)
 
-    def shortened(operation: file_disk._Vectored) -> file_disk._Vectored:
-        return lambda fd, views, offset: operation(fd, file_disk.cut(views, 0, limit), offset)
+    def shortened(operation: Vectored) -> Vectored:
+        return lambda fd, views, offset: operation(fd, cut(views, 0, limit), offset)
 
-    monkeypatch.setattr(file_disk.os, "preadv", shortened(os.preadv))
-    monkeypatch.setattr(file_disk.os, "pwritev", shortened(os.pwritev))
+    monkeypatch.setattr(os, "preadv", shortened(os.preadv))
+    monkeypatch.setattr(os, "pwritev", shortened(os.pwritev))
     data = aligned_buffer(65536)
     data[:] = np.random.default_rng(2).bytes(data.nbytes)
     segment.write_from(4096, [data[:4096], data[4096:]], generation=1, timeout_s=T)

@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def segment(folder: Path) -> Iterator[FolderSegment]:
     with FolderSegment.open("n.ssd", folder, incarnation=5) as made:
-        yield made  # type: ignore[misc]
+        yield made
 
 
 @pytest.fixture(params=["file", "tcp", "paths"])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import pytest
+from waiting import HANG_S, wait_until
 
 from moonpool.base.clock import Deadline
 from moonpool.transfer.transports.sockets import send_all
@@ -34,7 +35,7 @@ def test_what_a_failed_lane_had_not_sent_is_never_delivered(listener: socket.soc
 
 
 def write(pool: LanePool, data: bytearray) -> None:
-    with pool.lane(5) as lane:
+    with pool.lane(HANG_S) as lane:
         send_all(lane, [memoryview(data)], Deadline(0.2))
 
 
@@ -46,9 +47,9 @@ def read_to_the_end(peer: socket.socket) -> None:
 
 def test_a_healthy_lane_is_used_again(listener: socket.socket) -> None:
     pool = LanePool("127.0.0.1", listener.getsockname()[1], 2)
-    with pool.lane(5) as first:
+    with pool.lane(HANG_S) as first:
         pass
-    with pool.lane(5) as second:
+    with pool.lane(HANG_S) as second:
         assert second is first
     pool.close()
 
@@ -56,9 +57,9 @@ def test_a_healthy_lane_is_used_again(listener: socket.socket) -> None:
 def test_a_caller_waits_for_busy_lanes_longer_than_for_a_silent_peer(listener: socket.socket) -> None:
     pool = LanePool("127.0.0.1", listener.getsockname()[1], 1)
     with ThreadPoolExecutor() as threads:
-        with pool.lane(5) as first:
+        with pool.lane(HANG_S) as first:
             waiting = threads.submit(use, pool)
-            wait_for_waiting(pool, 1)
+            wait_until(lambda: pool.num_waiting == 1, "one waits")
             time.sleep(3 * SHORT_S)
         assert waiting.result() is first
     pool.close()
@@ -66,10 +67,10 @@ def test_a_caller_waits_for_busy_lanes_longer_than_for_a_silent_peer(listener: s
 
 def test_a_caller_waits_no_longer_than_for_a_silent_peer_when_a_lane_has_failed(listener: socket.socket) -> None:
     pool, done = LanePool("127.0.0.1", listener.getsockname()[1], 2), threading.Event()
-    with ThreadPoolExecutor() as threads, pool.lane(5):
-        failing = pool.take(5)
+    with ThreadPoolExecutor() as threads, pool.lane(HANG_S):
+        failing = pool.take(HANG_S)
         waiting = [threads.submit(hold, pool, done) for _ in range(2)]
-        wait_for_waiting(pool, 2)
+        wait_until(lambda: pool.num_waiting == 2, "two wait")
         pool.give_back(failing, healthy=False)
         over, other = wait(waiting, return_when=FIRST_COMPLETED)
         done.set()
@@ -79,6 +80,7 @@ def test_a_caller_waits_no_longer_than_for_a_silent_peer_when_a_lane_has_failed(
 
 
 SHORT_S = 0.1
+HOLD_S = 1.0  # a new connection has as long, and a host may stall for half of it
 
 
 def use(pool: LanePool) -> socket.socket:
@@ -87,10 +89,5 @@ def use(pool: LanePool) -> socket.socket:
 
 
 def hold(pool: LanePool, done: threading.Event) -> None:
-    with pool.lane(SHORT_S):
+    with pool.lane(HOLD_S):
         done.wait()
-
-
-def wait_for_waiting(pool: LanePool, count: int) -> None:
-    while pool._num_waiting < count:
-        time.sleep(0.001)

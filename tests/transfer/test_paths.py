@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 from plan_world import FAST
+from waiting import HANG_S
 
 from moonpool.base.errors import (
     ConfigError,
@@ -86,10 +87,10 @@ def test_every_address_is_advertised_and_used(owner: TransferEngine, peer: Trans
     remote = open_paths(peer, descriptor)
     assert peer.open(descriptor) is remote
     data = random_bytes(NBYTES)
-    remote.write_from(0, [data[:77], data[77:]], generation=1, timeout_s=10)
+    remote.write_from(0, [data[:77], data[77:]], generation=1, timeout_s=HANG_S)
     assert bytes(segment.memory) == data.tobytes()
     back = np.zeros_like(data)
-    remote.read_into(0, [back[: NBYTES // 3], back[NBYTES // 3 :]], timeout_s=10)
+    remote.read_into(0, [back[: NBYTES // 3], back[NBYTES // 3 :]], timeout_s=HANG_S)
     assert (back == data).all()
     report = remote.report()
     assert [path.endpoint for path in report] == list(descriptor.endpoints)
@@ -101,13 +102,13 @@ def test_many_pieces(owner: TransferEngine, peer: TransferEngine, segment: Segme
     remote = open_paths(peer, owner.serve(segment))
     data = random_bytes(1000 * 4096)
     places = [((number * 7919 % 1000) * 4096, data[number * 4096 :][:4096]) for number in range(1000)]
-    remote.write_many(places, generation=1, timeout_s=10)
+    remote.write_many(places, generation=1, timeout_s=HANG_S)
     assert all(bytes(segment.memory[at : at + 4096]) == piece.tobytes() for at, piece in places)
     back = np.zeros_like(data)
-    remote.read_many([(at, back[n * 4096 :][:4096]) for n, (at, _) in enumerate(places)], timeout_s=10)
+    remote.read_many([(at, back[n * 4096 :][:4096]) for n, (at, _) in enumerate(places)], timeout_s=HANG_S)
     assert (back == data).all()
     with pytest.raises(InvalidInput):
-        remote.read_many([(0, bytearray(1)), (NBYTES, bytearray(1))], timeout_s=10)
+        remote.read_many([(0, bytearray(1)), (NBYTES, bytearray(1))], timeout_s=HANG_S)
 
 
 def test_batches_run_on_all_paths(owner: TransferEngine, peer: TransferEngine, segment: Segment) -> None:
@@ -116,7 +117,7 @@ def test_batches_run_on_all_paths(owner: TransferEngine, peer: TransferEngine, s
     half = NBYTES // 2
     requests = [TransferRequest(TransferOp.WRITE, remote, at, [data[at : at + half]], 1) for at in (0, half)]
     batch = peer.submit([*requests, TransferRequest(TransferOp.WRITE, remote, NBYTES, [])])
-    batch.wait(10)
+    batch.wait(HANG_S)
     assert bytes(segment.memory) == data.tobytes()
     assert min(path.done_nbytes for path in remote.report()) > NBYTES // 10
 
@@ -129,17 +130,17 @@ def test_memory_on_this_machine_is_still_shared(tmp_path: Path, segment: Segment
 def test_refusals_are_not_retried(owner: TransferEngine, peer: TransferEngine, segment: Segment) -> None:
     descriptor = owner.serve(segment)
     remote = open_paths(peer, descriptor)
-    remote.write_from(0, [b"new"], generation=9, timeout_s=5)
+    remote.write_from(0, [b"new"], generation=9, timeout_s=HANG_S)
     with pytest.raises(StaleGeneration):
-        remote.write_from(0, [bytes(4 << 20)], generation=1, timeout_s=5)
+        remote.write_from(0, [bytes(4 << 20)], generation=1, timeout_s=HANG_S)
     assert bytes(segment.memory[:3]) == b"new"
     with pytest.raises(InvalidInput):
-        remote.read_into(NBYTES, [bytearray(1)], timeout_s=5)
+        remote.read_into(NBYTES, [bytearray(1)], timeout_s=HANG_S)
     with pytest.raises(NotFound):
         peer.open(msgspec.structs.replace(descriptor, incarnation=2))
     owner.unserve("seg")
     with pytest.raises(NotFound):
-        remote.read_into(0, [bytearray(4 << 20)], timeout_s=5)
+        remote.read_into(0, [bytearray(4 << 20)], timeout_s=HANG_S)
     assert all(path.state is PathState.UP for path in remote.report())
 
 
@@ -156,16 +157,16 @@ def test_dead_and_dumb_addresses_are_done_without(
         remote = open_paths(peer, msgspec.structs.replace(good, endpoints=(*others, good.endpoints[0])))
         for _ in range(5):
             buffer = bytearray(NBYTES)
-            remote.read_into(0, [buffer], timeout_s=10)
+            remote.read_into(0, [buffer], timeout_s=5 * HANG_S)
             assert buffer == bytes(segment.memory)
-        assert time.monotonic() - started_s < 6
+        assert time.monotonic() - started_s < HANG_S / 2
         with pytest.raises(PeerLost):
             peer.open(msgspec.structs.replace(good, name="x", endpoints=(others[1], others[1])))
 
 
 def read_forever(remote: RemoteSegment, buffer: bytearray) -> None:
     while True:
-        remote.read_into(0, [buffer], timeout_s=30)
+        remote.read_into(0, [buffer], timeout_s=5 * HANG_S)
 
 
 def test_a_killed_owner_is_noticed_at_once(tmp_path: Path, peer: TransferEngine) -> None:
@@ -183,7 +184,7 @@ def test_a_killed_owner_is_noticed_at_once(tmp_path: Path, peer: TransferEngine)
         buffer = bytearray(NBYTES)
         with pytest.raises(PeerLost):
             read_forever(remote, buffer)
-        assert time.monotonic() - killed_s[0] < 2
+        assert time.monotonic() - killed_s[0] < HANG_S / 2
 
 
 def test_close_ends_callers_threads_and_sockets(tmp_path: Path, segment: Segment) -> None:
@@ -206,7 +207,7 @@ def test_close_ends_callers_threads_and_sockets(tmp_path: Path, segment: Segment
     time.sleep(0.1)  # in the middle
     peer.close()
     for caller in callers:
-        caller.join(5)
+        caller.join(HANG_S)
     assert len(errors) == 4
     assert all(isinstance(error, PeerLost) for error in errors)
     with pytest.raises(PeerLost):
@@ -214,7 +215,7 @@ def test_close_ends_callers_threads_and_sockets(tmp_path: Path, segment: Segment
     owner.close()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.name.startswith("tcp-"):
-            thread.join(5)
+            thread.join(HANG_S)
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= fds
 
@@ -236,13 +237,13 @@ def test_a_closed_handle_does_not_hurt_its_neighbours(
 
         reader = threading.Thread(target=read_on)
         reader.start()
-        kept.read_into(0, [bytearray(NBYTES)], timeout_s=5)
+        kept.read_into(0, [bytearray(NBYTES)], timeout_s=HANG_S)
         peer.forget(gone)
-        reader.join(5)
+        reader.join(HANG_S)
         assert len(errors) == 1
         assert isinstance(errors[0], PeerLost)
         assert all(path.state is PathState.UP for path in kept.report())
-        kept.read_into(0, [bytearray(NBYTES)], timeout_s=5)
+        kept.read_into(0, [bytearray(NBYTES)], timeout_s=HANG_S)
         owner.unserve("other")
 
 
@@ -290,7 +291,7 @@ def make_paths() -> Iterator[Callable[..., MultiPathRemote]]:
 
     yield make
     queue.close()
-    queue.join(5)
+    queue.join(HANG_S)
 
 
 def fine(timeout_s: float) -> None:
@@ -314,8 +315,8 @@ def test_random_faults_and_many_callers_lose_no_byte(make_paths: Callable[..., M
     def write_and_read(number: int) -> None:
         for turn in range(4):
             data, back = random_bytes(100_000, number * 100 + turn).tobytes(), bytearray(100_000)
-            remote.write_from(number * 100_000, [data], generation=1, timeout_s=30)
-            remote.read_into(number * 100_000, [back], timeout_s=30)
+            remote.write_from(number * 100_000, [data], generation=1, timeout_s=HANG_S)
+            remote.read_into(number * 100_000, [back], timeout_s=HANG_S)
             if back != data:
                 wrong.append(number)
 
@@ -323,7 +324,7 @@ def test_random_faults_and_many_callers_lose_no_byte(make_paths: Callable[..., M
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(60)
+        caller.join(HANG_S)
         assert not caller.is_alive()
     assert not wrong
     assert all(path.done_nbytes > 0 and path.in_flight_nbytes == 0 for path in remote.report())
@@ -338,9 +339,9 @@ def test_a_bug_in_a_path_fails_the_call_and_no_more(make_paths: Callable[..., Mu
 
     remote = make_paths(bytearray(100_000), buggy, buggy)
     with pytest.raises(Internal, match="ZeroDivisionError"):
-        remote.read_into(0, [bytearray(100_000)], timeout_s=5)
+        remote.read_into(0, [bytearray(100_000)], timeout_s=HANG_S)
     broken = False
-    remote.read_into(0, [bytearray(100_000)], timeout_s=5)
+    remote.read_into(0, [bytearray(100_000)], timeout_s=HANG_S)
 
 
 def test_silence_everywhere_ends_at_the_deadline(make_paths: Callable[..., MultiPathRemote]) -> None:
@@ -352,4 +353,4 @@ def test_silence_everywhere_ends_at_the_deadline(make_paths: Callable[..., Multi
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         remote.read_into(0, [bytearray(100_000)], timeout_s=0.5)
-    assert 0.4 < time.monotonic() - started_s < 3.0
+    assert 0.4 < time.monotonic() - started_s < HANG_S / 2

@@ -8,9 +8,11 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import uvloop
+from waiting import HANG_S
 
 from moonpool.base.errors import Cancelled, DeadlineExceeded, Internal, NotFound, Overloaded, PeerLost
 from moonpool.transfer.pending import Pending, ThreadPool
@@ -138,13 +140,17 @@ def test_a_loop_that_is_gone_hurts_nobody(new_loop: NewLoop, caplog: pytest.LogC
     assert not caplog.records
 
 
+def note(seen: list[int], _: Pending[int]) -> None:
+    seen.append(1)
+
+
 def test_ends_and_waiters_race() -> None:
     for _ in range(200):
         pending: Pending[int] = Pending()
         seen: list[int] = []
         with ThreadPoolExecutor(3) as pool:
             pool.submit(pending.resolve, 1)
-            pool.submit(pending.add_done_callback, lambda _, seen=seen: seen.append(1))
+            pool.submit(pending.add_done_callback, partial(note, seen))
             assert pool.submit(pending.wait, 5).result() == 1
         assert seen == [1]
 
@@ -155,13 +161,13 @@ def test_a_crews_calls() -> None:
 
     def work() -> str:
         begun.set()
-        assert go.wait(5)
+        assert go.wait(HANG_S)
         return "done"
 
     ran: list[str] = []
     running, waiting = crew.call(work), crew.call(lambda: ran.append("never"))
     broken, last = crew.call(lambda: 1 // 0), crew.call(lambda: "last")
-    assert begun.wait(5)
+    assert begun.wait(HANG_S)
     waiting.cancel()
     running.cancel()
     for dropped in (waiting, running):
@@ -169,25 +175,30 @@ def test_a_crews_calls() -> None:
             dropped.wait(0)
     go.set()
     with pytest.raises(Internal, match="ZeroDivisionError"):
-        broken.wait(5)
-    assert last.wait(5) == "last"
+        broken.wait(HANG_S)
+    assert last.wait(HANG_S) == "last"
     assert not ran
     crew.close()
-    crew.join(5)
+    crew.join(HANG_S)
     with pytest.raises(PeerLost):
         crew.call(lambda: 1).wait(0)
 
 
 def test_a_crew_takes_so_many_calls_and_no_more() -> None:
     crew, gate = ThreadPool("test", 1), threading.Event()
-    first = crew.call(gate.wait)
-    while crew._work:  # until its thread has begun with it
-        threading.Event().wait(0.001)
+    begun = threading.Event()
+
+    def wait_at_the_gate() -> bool:
+        begun.set()
+        return gate.wait(HANG_S)
+
+    first = crew.call(wait_at_the_gate)
+    assert begun.wait(HANG_S)
     waiting = [crew.call(lambda: "done") for _ in range(4096)]
     with pytest.raises(Overloaded):
         crew.call(lambda: "one too many").wait(1)
     gate.set()
-    assert first.wait(5)
-    assert {each.wait(5) for each in waiting} == {"done"}
+    assert first.wait(HANG_S)
+    assert {each.wait(HANG_S) for each in waiting} == {"done"}
     crew.close()
-    crew.join(5)
+    crew.join(HANG_S)

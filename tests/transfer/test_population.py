@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.transfer.memory import population
 from moonpool.transfer.memory.population import PagePopulation, advise_huge_pages, wants_advice
@@ -30,7 +31,7 @@ def test_every_page_is_mapped_in_and_nothing_is_written() -> None:
         segment.memory[5 * MIB : 5 * MIB + 3] = b"abc"
         made = segment.populate()
         assert segment.populate() is made
-        assert made.wait(30.0)
+        assert made.wait(HANG_S)
         assert made.done_nbytes == made.nbytes == 8 * MIB
         assert mapped_nbytes(segment) >= 8 * MIB
         assert bytes(segment.memory[5 * MIB : 5 * MIB + 4]) == b"abc\0"
@@ -44,7 +45,7 @@ def test_new_memory_is_mapped_in_like_the_old() -> None:
         again = segment.population
         assert again is not None
         assert again is not first
-        assert again.wait(30.0)
+        assert again.wait(HANG_S)
         assert again.done_nbytes == 2 * MIB
 
 
@@ -56,13 +57,13 @@ def test_closing_a_segment_ends_the_thread_between_two_steps(monkeypatch: pytest
         nonlocal num_steps
         num_steps += 1
         began.set()
-        return go_on.wait(30.0)
+        return go_on.wait(HANG_S)
 
     monkeypatch.setattr(population, "populate", slow)
     monkeypatch.setattr(population, "_STEP_NBYTES", MIB)
     segment = Segment.allocate("population-closed", 8 * MIB, incarnation=1)
     made = segment.populate()
-    assert began.wait(30.0)
+    assert began.wait(HANG_S)
     assert not made.wait(0.0)
     closing = threading.Thread(target=segment.close)
     closing.start()
@@ -79,7 +80,7 @@ def test_a_kernel_without_the_call_is_asked_once() -> None:
     writable = memoryview(mmap.mmap(-1, MIB))
     assert population.populate(writable)
     made = PagePopulation(memory, "read-only")
-    assert made.wait(30.0)
+    assert made.wait(HANG_S)
     assert made.done_nbytes == 0
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
+
+from waiting import HANG_S
 
 from moonpool.transfer.transports.mapped import Prefault
 
@@ -31,6 +34,10 @@ def advised(view: memoryview) -> list[tuple[int, int]]:
     return view.obj.advised
 
 
+def helper_of(prefault: Prefault) -> threading.Thread | None:
+    return prefault._helper
+
+
 def test_each_chunk_is_mapped_in_once_with_its_neighbours() -> None:
     view = memory(5 * CHUNK + 4096)
     prefault = Prefault(view)
@@ -46,8 +53,10 @@ def test_each_chunk_is_mapped_in_once_with_its_neighbours() -> None:
 
 
 def test_memory_that_is_no_mapping_is_left_alone() -> None:
-    view = memoryview(bytearray(8192))
+    content = bytes(range(256)) * 32
+    view = memoryview(bytearray(content))
     Prefault(view).before_write(view, 0, 8192)
+    assert bytes(view) == content
 
 
 def test_a_kernel_without_the_call_is_asked_once() -> None:
@@ -69,11 +78,12 @@ def test_what_follows_is_mapped_in_while_the_writer_goes_on() -> None:
     view = memory(64 * CHUNK)
     prefault = Prefault(view)
     prefault.before_write(view, 0, 3 * CHUNK)
-    assert prefault._helper is None, "little was written"
+    assert helper_of(prefault) is None, "little was written"
     for at in range(3, 60):
         prefault.before_write(view, at * CHUNK, CHUNK)
-        if prefault._helper is not None:
-            prefault._helper.join(60.0)
+        helper = helper_of(prefault)
+        if helper is not None:
+            helper.join(HANG_S)
     assert len(advised(view)) == 2, "the writer mapped in the first chunks only"
     assert prefault._done.count(1) == 64
 
@@ -83,8 +93,8 @@ def test_the_thread_does_not_keep_the_mapping() -> None:
     prefault = Prefault(view)
     gone = weakref.ref(view.obj)
     prefault.before_write(view, 0, 8 * CHUNK)
-    helper = prefault._helper
+    helper = helper_of(prefault)
     assert helper is not None
     del view
-    helper.join(60.0)
+    helper.join(HANG_S)
     assert gone() is None

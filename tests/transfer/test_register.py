@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.errors import ConfigError, InvalidInput
 from moonpool.transfer.memory.buffers import RawMemory, as_bytes_view, device_span
@@ -156,12 +157,12 @@ def test_memory_is_taken_where_it_is_wanted(tmp_path: Path) -> None:
     with make_segment("a", nbytes=8192, location=f"ssd:{path}", granule_nbytes=4096, incarnation=1) as segment:
         assert isinstance(segment, FileSegment)
         assert (segment.name, segment.location) == ("a", f"ssd:{path}")
-        segment.write_from(0, [b"kept"], generation=1, timeout_s=5)
+        segment.write_from(0, [b"kept"], generation=1, timeout_s=HANG_S)
     with make_segment("b", location=f"ssd:{path}", incarnation=2) as segment:
         assert isinstance(segment, FileSegment)
         back = bytearray(4)
-        segment.read_into(0, [back], timeout_s=5)
-        assert (segment.nbytes, back) == (8192, b"kept")
+        segment.read_into(0, [back], timeout_s=HANG_S)
+        assert (segment.nbytes, bytes(back)) == (8192, b"kept")
     with pytest.raises(InvalidInput, match="has 8192 bytes"):
         make_segment("b", nbytes=4096, location=f"ssd:{path}", incarnation=2)
     with pytest.raises(InvalidInput, match="no segment yet"):

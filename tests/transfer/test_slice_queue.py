@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, PeerLost
 from moonpool.transfer.paths.peer_queue import MAX_RUN_SLICES, Slice, SliceOutcome, SliceRun
@@ -43,7 +44,7 @@ class Job:
     def run(self, run: SliceRun[Job]) -> list[SliceOutcome]:
         self.started.release()
         if self.gate is not None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(HANG_S)
         return [SliceOutcome(run.slices, None)]
 
     def settle(self, slices: Sequence[Slice], error: MoonpoolError | None) -> None:
@@ -226,7 +227,7 @@ def test_a_full_low_queue_does_not_keep_high_work_out() -> None:
     gate = threading.Event()
     running = Job(PREFETCH, cut_batch([1]), gate=gate)
     queue.put(running, 0)
-    assert running.started.acquire(timeout=5)
+    assert running.started.acquire(timeout=HANG_S)
     low = job(REPLICATION, 2)
     queue.put(low, 0)
     with pytest.raises(Overloaded, match="replication"):
@@ -234,11 +235,11 @@ def test_a_full_low_queue_does_not_keep_high_work_out() -> None:
     urgent = Job(HANDOFF, cut_batch([1]), gate=(second := threading.Event()))
     queue.put(urgent, 0)
     gate.set()
-    assert urgent.started.acquire(timeout=5)
+    assert urgent.started.acquire(timeout=HANG_S)
     assert not low.handed_out
     second.set()
     queue.close()
-    queue.join(5)
+    queue.join(HANG_S)
 
 
 def test_many_threads_take_everything_once() -> None:
@@ -251,7 +252,7 @@ def test_many_threads_take_everything_once() -> None:
     done = job(REPLICATION)
     queue.put(done, 10.0)
     queue.close()
-    queue.join(10)
+    queue.join(HANG_S)
     taken = [(*part, id(each)) for each in [*jobs, done] for part in (*each.handed_out, *each.abandoned)]
     assert sorted(taken) == sorted((*part, id(each)) for each in [*jobs, done] for part in each.slices)
     with pytest.raises(PeerLost):
@@ -263,16 +264,16 @@ def test_close_wakes_those_that_wait_for_room_and_ends_the_threads() -> None:
     gate = threading.Event()
     running, waiting = Job(PREFETCH, cut_batch([1]), gate=gate), job(PREFETCH)
     queue.put(running, 0)
-    assert running.started.acquire(timeout=5)
+    assert running.started.acquire(timeout=HANG_S)
     queue.put(waiting, 0)
     with ThreadPoolExecutor(1) as pool:
         putting = pool.submit(queue.put, job(PREFETCH), 10.0)
         queue.close()
         assert waiting.abandoned == waiting.slices
         with pytest.raises(PeerLost):
-            putting.result(5)
+            putting.result(HANG_S)
     gate.set()
-    queue.join(5)
+    queue.join(HANG_S)
     assert running.handed_out == running.slices
     assert not [thread for thread in threading.enumerate() if thread.name == "transfer-slices"]
 
@@ -284,19 +285,19 @@ def test_a_slow_peer_has_its_share_of_threads_and_delays_no_other() -> None:
     for each in slow:
         queue.put(each, 0)
     for _ in range(2):
-        assert slow[0].started.acquire(timeout=5)
+        assert slow[0].started.acquire(timeout=HANG_S)
     for number in range(20):
         other = Job(REPLICATION, cut_batch([LIMIT] * 3, LIMIT), peer=f"peer {number}")
         queue.put(other, 0)
         for _ in range(3):
-            assert other.started.acquire(timeout=5), "held up by a peer that answers nothing"
+            assert other.started.acquire(timeout=HANG_S), "held up by a peer that answers nothing"
     assert not slow[0].started.acquire(timeout=0.02), "more threads than its share"
     gate.set()
     for each in slow[1:]:
         for _ in range(5):
-            assert each.started.acquire(timeout=5)
+            assert each.started.acquire(timeout=HANG_S)
     queue.close()
-    queue.join(5)
+    queue.join(HANG_S)
 
 
 def test_a_thread_that_leaves_a_peer_for_urgent_work_is_replaced() -> None:
@@ -307,14 +308,14 @@ def test_a_thread_that_leaves_a_peer_for_urgent_work_is_replaced() -> None:
     behind = Job(HANDOFF, cut_batch([LIMIT]), peer="two", gate=second)
     for each in (bulk, holding, behind):
         queue.put(each, 0)
-    assert bulk.started.acquire(timeout=5)
-    assert holding.started.acquire(timeout=5)
+    assert bulk.started.acquire(timeout=HANG_S)
+    assert holding.started.acquire(timeout=HANG_S)
     first.set()
-    assert bulk.started.acquire(timeout=5)
+    assert bulk.started.acquire(timeout=HANG_S)
     second.set()
-    assert behind.started.acquire(timeout=5)
+    assert behind.started.acquire(timeout=HANG_S)
     queue.close()
-    queue.join(5)
+    queue.join(HANG_S)
 
 
 def test_the_order_serves_other_peers_while_one_has_its_share() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from guarded_port import NBYTES, Port, many_ports
+from waiting import HANG_S
 
 from moonpool.base.errors import DamagedFrame
 from moonpool.base.frames import DamageCount
@@ -16,6 +17,7 @@ from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     FrameOp,
     Request,
+    pack_answer,
     pack_request,
     unpack_error,
     unpack_response,
@@ -52,12 +54,12 @@ def test_no_flipped_bit_of_a_write_writes_or_stamps_anything(port: Port) -> None
     for bit in range(8 * len(WRITE)):
         flipped = bytearray(WRITE + DATA)
         flipped[bit // 8] ^= 1 << bit % 8
-        said_to(port, flipped)
+        said_to(port, bytes(flipped))
     assert not any(port.segment.memory)
     assert port.segment.fence.spans_above(0) == []
     assert DamageCount.total - before == 8 * (len(WRITE) - 5), "all but those of magic and version, which are refused"
     assert port.server.ended["damaged_frame"] + port.server.ended["closed"] >= 8 * (len(WRITE) - 5)
-    port.remote(None).write_from(8192, [DATA], generation=9, timeout_s=5)
+    port.remote(None).write_from(8192, [DATA], generation=9, timeout_s=HANG_S)
     assert port.segment.memory[8192 : 8192 + len(DATA)] == DATA
     assert port.segment.memory.nbytes == NBYTES
 
@@ -65,7 +67,7 @@ def test_no_flipped_bit_of_a_write_writes_or_stamps_anything(port: Port) -> None
 def test_the_caller_is_told_that_its_request_was_damaged(port: Port) -> None:
     flipped = bytearray(WRITE)
     flipped[40] ^= 0x10  # the generation
-    heard = said_to(port, flipped)
+    heard = said_to(port, bytes(flipped))
     response = unpack_response(heard)
     assert response.request_id == 0
     assert isinstance(unpack_error(heard[RESPONSE_NBYTES:]), DamagedFrame)
@@ -74,7 +76,7 @@ def test_the_caller_is_told_that_its_request_was_damaged(port: Port) -> None:
 @pytest.mark.parametrize("at", [8, 16, 24, 28, 32, 40], ids=["id", "size", "checksum", "seal", "answer", "text"])
 def test_a_damaged_answer_is_a_lost_connection(port: Port, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next request is asked on another one."""
-    packed, num_left = connection.pack_answer, 1
+    packed, num_left = pack_answer, 1
 
     def damaged(request_id: int, body: bytes) -> bytes:
         nonlocal num_left

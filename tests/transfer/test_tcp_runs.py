@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
@@ -21,7 +22,7 @@ from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.sockets import TimedSocket
 from moonpool.transfer.transports.tcp import read_runs
 from moonpool.transfer.transports.tcp.answer_runs import AnswerRun
-from moonpool.transfer.transports.tcp.frame_columns import pack_run, read_run
+from moonpool.transfer.transports.tcp.frame_columns import ReadRun, pack_run, read_run
 from moonpool.transfer.transports.tcp.frames import (
     MAX_DATA_NBYTES,
     FrameOp,
@@ -152,12 +153,12 @@ def read_all(
             host="h",
             granule_nbytes=GRANULE,
         )
-        remote = caller.open(descriptor, owner.endpoint, timeout_s=20)
+        remote = caller.open(descriptor, owner.endpoint, timeout_s=HANG_S)
         room = [bytearray(2 * GRANULE - 7) for _ in range(512)]
         items = [(at * 2 * GRANULE, room[at], at + 1 + (1000 if at in wrong else 0)) for at in range(512)]
         batches = [items[at : at + 100] for at in range(0, 512, 100)]
         stale: set[int] = set()
-        for number, found in enumerate(remote.read_expecting(batches, timeout_s=20)):
+        for number, found in enumerate(remote.read_expecting(batches, timeout_s=HANG_S)):
             stale |= {number * 100 + at for at in found}
         return stale, room
     finally:
@@ -174,13 +175,15 @@ def test_every_object_is_read_or_found_to_be_stale(served: tuple[TcpTransport, S
         assert room[at] == served[1].memory[at * 2 * GRANULE : (at + 1) * 2 * GRANULE - 7]
 
 
+TAKEN = read_runs._taken
+
+
 def test_space_that_is_given_away_while_it_is_read_is_stale(served: tuple[TcpTransport, Segment]) -> None:
     """Another owner stamps the space after the bytes of a run were taken, before the verdicts."""
     fence = served[1].borrow().fence
     assert fence is not None
-    taken = read_runs._taken
 
-    def overtaken(run: read_runs.ReadRun, memory: memoryview, fence: Fence) -> bytes:
+    def overtaken(run: ReadRun, memory: memoryview, fence: Fence) -> bytes:
         real = fence.carries
 
         def carries(offsets: np.ndarray, *rest: np.ndarray) -> np.ndarray:
@@ -189,7 +192,7 @@ def test_space_that_is_given_away_while_it_is_read_is_stale(served: tuple[TcpTra
             return real(offsets, *rest)
 
         with patch.object(fence, "carries", carries):
-            return taken(run, memory, fence)
+            return TAKEN(run, memory, fence)
 
     with patch.object(read_runs, "_taken", overtaken):
         stale, _ = read_all(served)
@@ -197,7 +200,7 @@ def test_space_that_is_given_away_while_it_is_read_is_stale(served: tuple[TcpTra
 
 
 def test_small_reads_of_a_batch_are_answered_together(served: tuple[TcpTransport, Segment]) -> None:
-    with patch.object(read_runs, "_taken", side_effect=read_runs._taken) as taken:
+    with patch.object(read_runs, "_taken", side_effect=TAKEN) as taken:
         read_all(served)
     assert sum(len(call.args[0].request_ids) for call in taken.call_args_list) > 400
 
@@ -241,7 +244,7 @@ def test_answers_are_received_up_to_the_first_that_is_no_success(
         return sock.recvmsg_into(room)[0]
 
     with there, sock, patch("moonpool.transfer.transports.tcp.answer_runs.receive_first", receive):
-        count, rest = AnswerRun(1, sizes, views).receive(sock, Deadline(5))
+        count, rest = AnswerRun(1, sizes, views).receive(sock, Deadline(HANG_S))
     assert count == num_right
     assert (rest + b"".join(parts)) == b"".join(frames[num_right:])
     for number, view in enumerate(views[:num_right], 1):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import NotFound, ProtocolError, StaleGeneration, Unauthorized
@@ -35,7 +36,7 @@ def ends() -> Iterator[tuple[TimedSocket, socket.socket]]:
 
 
 def deadline() -> Deadline:
-    return Deadline(5.0)
+    return Deadline(HANG_S)
 
 
 @pytest.mark.parametrize("chunk_nbytes", [1, 31, 33, 50, 1000])
@@ -131,7 +132,7 @@ def test_a_reader_takes_only_requests_that_are_whole_and_right() -> None:
     assert found[0][:7] == first[:7]
     assert found[1] == len(frame)
     assert reader.read(memoryview(frame[:-1])) is None
-    assert reader.read(memoryview(pack_request(first._replace(name="sag")))) is None
+    assert reader.read(memoryview(pack_request(Request(FrameOp.READ, 1, "sag", 7, 0, 100, 5)))) is None
     for at in range(len(frame)):
         damaged = bytearray(frame)
         damaged[at] ^= 1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from moonpool.base.clock import Deadline
 from moonpool.transfer.transports.tcp.streams import INBOX_NBYTES, Inbox
@@ -36,7 +37,7 @@ def pair() -> tuple[CountingSocket, socket.socket]:
 
 def receive(sock: socket.socket, messages: list[bytes], cuts: int) -> list[bytes]:
     """As a pipeline does: head, data in a few pieces, the next head."""
-    inbox, deadline, found = Inbox(sock, INBOX_NBYTES), Deadline(10.0), []
+    inbox, deadline, found = Inbox(sock, INBOX_NBYTES), Deadline(HANG_S), []
     for number, message in enumerate(messages, 1):
         inbox.receive(len(HEAD), deadline)
         assert inbox.take(len(HEAD)) == HEAD

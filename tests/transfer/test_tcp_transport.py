@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S, wait_until
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import (
@@ -24,6 +25,7 @@ from moonpool.base.errors import (
     Unavailable,
 )
 from moonpool.transfer.memory.segment import Segment
+from moonpool.transfer.transports.tcp import lanes
 from moonpool.transfer.transports.tcp.frames import (
     RESPONSE_NBYTES,
     FrameOp,
@@ -50,7 +52,7 @@ class Owner:
         self.descriptor = describe(self.endpoint)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=5)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=HANG_S)
 
     def close(self) -> None:
         self.transport.close()
@@ -120,17 +122,19 @@ def test_a_frame_may_come_byte_by_byte(owner: Owner) -> None:
 @pytest.mark.parametrize("bad", [0, 63, 64, 199])
 def test_an_item_that_only_the_owner_refuses_leaves_the_lane_in_step(owner: Owner, bad: int) -> None:
     client = TcpTransport(None, lanes=1)
-    remote = client.open(owner.descriptor, owner.endpoint, timeout_s=5)
+    remote = client.open(owner.descriptor, owner.endpoint, timeout_s=HANG_S)
     remote.nbytes = 2 * NBYTES  # as if the segment had been larger once
     owner.segment.memory[:200] = bytes(range(200))
     items = [(NBYTES if n == bad else n, bytearray(1)) for n in range(200)]
     with pytest.raises(InvalidInput, match="outside"):
-        remote.read_many(items, timeout_s=5)
+        remote.read_many(items, timeout_s=HANG_S)
     assert [bytes(data) for _, data in items] == [bytes([0 if n == bad else n]) for n in range(200)]
     with pytest.raises(InvalidInput, match="outside"):
-        remote.write_many([(NBYTES if n == bad else n, b"w" * 3000) for n in range(200)], generation=1, timeout_s=5)
+        remote.write_many(
+            [(NBYTES if n == bad else n, b"w" * 3000) for n in range(200)], generation=1, timeout_s=HANG_S
+        )
     back = bytearray(100)
-    remote.read_into(1000, [back], timeout_s=5)
+    remote.read_into(1000, [back], timeout_s=HANG_S)
     assert back == b"w" * 100
     client.close()
 
@@ -139,13 +143,13 @@ def test_many_to_a_silent_owner_cost_the_deadline_and_no_more() -> None:
     silent = Silent()
     client = TcpTransport(None)
     try:
-        remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=5)
+        remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=HANG_S)
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
             remote.read_many([(n, bytearray(10)) for n in range(500)], timeout_s=0.2)
         with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
             remote.write_many([(0, bytes(NBYTES))] * 64, generation=1, timeout_s=0.2)
-        assert 0.39 < time.monotonic() - started < 2
+        assert 0.39 < time.monotonic() - started < HANG_S / 2
     finally:
         client.close()
         silent.close()
@@ -156,7 +160,7 @@ def test_a_slow_writer_that_was_overtaken_cannot_overwrite(owner: Owner) -> None
     assert fence is not None
     with owner.connect() as slow, owner.connect() as fast:
         slow.sendall(pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 0, 8192, 5)) + b"s" * 4096)
-        wait_for(lambda: owner.segment.memory[4095] == ord("s"))
+        wait_until(lambda: owner.segment.memory[4095] == ord("s"), "the first half is written")
         fast.sendall(pack_request(Request(FrameOp.WRITE, 1, "seg", 1, 0, 8192, 6)) + b"f" * 8192)
         assert answer(fast)[0] is FrameStatus.OK
         slow.sendall(b"s" * 4096)
@@ -187,8 +191,8 @@ def test_random_bytes_never_hurt_the_owner(owner: Owner, data: bytes, with_magic
             while sock.recv(65536):
                 pass
     assert bytes(owner.segment.memory) == before
-    good = owner.transport.open(owner.descriptor, owner.endpoint, timeout_s=5)
-    good.read_into(0, [bytearray(10)], timeout_s=5)
+    good = owner.transport.open(owner.descriptor, owner.endpoint, timeout_s=HANG_S)
+    good.read_into(0, [bytearray(10)], timeout_s=HANG_S)
 
 
 def test_a_stalled_request_is_cut_off() -> None:
@@ -212,8 +216,8 @@ def test_too_many_connections_are_refused_and_places_come_free() -> None:
             first.sendall(pack_request(Request(FrameOp.READ, 1, "seg", 1, 0, 1)))
             answer(first)
             with pytest.raises((Overloaded, PeerLost)):
-                client.open(owner.descriptor, owner.endpoint, timeout_s=5)
-        wait_for(lambda: can_open(client, owner))
+                client.open(owner.descriptor, owner.endpoint, timeout_s=HANG_S)
+        wait_until(lambda: can_open(client, owner), "a place comes free")
     finally:
         client.close()
         owner.close()
@@ -221,7 +225,7 @@ def test_too_many_connections_are_refused_and_places_come_free() -> None:
 
 def can_open(client: TcpTransport, owner: Owner) -> bool:
     try:
-        client.open(owner.descriptor, owner.endpoint, timeout_s=5)
+        client.open(owner.descriptor, owner.endpoint, timeout_s=HANG_S)
     except (Overloaded, Unavailable):
         return False
     return True
@@ -264,7 +268,7 @@ class Silent:
     def close(self) -> None:
         self.hang_up()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(HANG_S)
         for sock in [*self.accepted, self._listener]:
             sock.close()
 
@@ -278,20 +282,21 @@ def silent() -> Iterator[Silent]:
 
 def test_a_silent_owner_costs_the_deadline_and_no_more(silent: Silent) -> None:
     client = TcpTransport(None)
-    remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=5)
+    remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=HANG_S)
     for _ in range(2):
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
             remote.read_into(0, [bytearray(100)], timeout_s=0.2)
-        assert 0.19 < time.monotonic() - started < 1.5
+        assert 0.19 < time.monotonic() - started < HANG_S / 2
     with pytest.raises(DeadlineExceeded):
         remote.write_from(0, [np.zeros(NBYTES, np.uint8)], generation=1, timeout_s=0.1)
     client.close()
 
 
-def test_waiting_for_a_lane_counts_too(silent: Silent) -> None:
+def test_waiting_for_a_lane_counts_too(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "BUSY_TIMEOUT_S", 0.3)
     client = TcpTransport(None, lanes=1)
-    remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=5)
+    remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=HANG_S)
     failures: list[Exception] = []
 
     def read(timeout_s: float) -> None:
@@ -300,45 +305,45 @@ def test_waiting_for_a_lane_counts_too(silent: Silent) -> None:
         except Unavailable as error:
             failures.append(error)
 
-    silent.heard.acquire(timeout=5)
-    holder = threading.Thread(target=read, args=(30,))
+    silent.heard.acquire(timeout=HANG_S)
+    holder = threading.Thread(target=read, args=(5 * HANG_S,))
     holder.start()
-    assert silent.heard.acquire(timeout=5)
+    assert silent.heard.acquire(timeout=HANG_S)
     read(0.1)
     assert [type(error) for error in failures] == [DeadlineExceeded]
     client.close()  # wakes the one that holds the lane
-    holder.join(5)
+    holder.join(HANG_S)
     assert [type(error) for error in failures] == [DeadlineExceeded, PeerLost]
 
 
 def test_waiting_callers_learn_at_once_that_the_owner_hung_up(silent: Silent) -> None:
     client = TcpTransport(None)
-    remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=5)
-    silent.heard.acquire(timeout=5)
+    remote = client.open(describe(silent.endpoint), silent.endpoint, timeout_s=HANG_S)
+    silent.heard.acquire(timeout=HANG_S)
     lost = threading.Event()
 
     def read() -> None:
         with pytest.raises(PeerLost):
-            remote.read_into(0, [bytearray(1)], timeout_s=60)
+            remote.read_into(0, [bytearray(1)], timeout_s=5 * HANG_S)
         lost.set()
 
     waiter = threading.Thread(target=read)
     waiter.start()
-    assert silent.heard.acquire(timeout=5)
+    assert silent.heard.acquire(timeout=HANG_S)
     silent.hang_up()
-    assert lost.wait(2)
-    waiter.join(5)
+    assert lost.wait(HANG_S / 2)
+    waiter.join(HANG_S)
     client.close()
 
 
 def test_a_dropped_lane_is_replaced(owner: Owner) -> None:
     client = TcpTransport(None, lanes=1)
-    remote = client.open(owner.descriptor, owner.endpoint, timeout_s=5)
+    remote = client.open(owner.descriptor, owner.endpoint, timeout_s=HANG_S)
     with pytest.raises(DeadlineExceeded):
         remote.read_into(0, [bytearray(1)], timeout_s=0)
     owner.segment.memory[:2] = b"ok"
     buffer = bytearray(2)
-    remote.read_into(0, [buffer], timeout_s=5)
+    remote.read_into(0, [buffer], timeout_s=HANG_S)
     assert buffer == b"ok"
     client.close()
 
@@ -350,11 +355,3 @@ def test_listening_everywhere_needs_a_name_for_others() -> None:
     with Segment.over("s", bytearray(1), incarnation=1) as segment:
         assert transport.serve(segment).startswith("tcp:example.test:")
         transport.close()
-
-
-def wait_for(condition: object, timeout_s: float = 5.0) -> None:
-    """Polls until the condition holds; for effects in another thread that nothing announces."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.005)

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.errors import (
     AlreadyExists,
@@ -64,7 +65,7 @@ class Gate(RemoteSegment):
 
     def read_into(self, offset: int, buffers: object, *, timeout_s: float) -> None:
         self.entered.release()
-        assert self.open.wait(10)
+        assert self.open.wait(HANG_S)
         self.offsets.append(offset)
 
     def write_from(self, offset: int, buffers: object, *, generation: int, timeout_s: float) -> None:
@@ -124,11 +125,11 @@ def test_batches_move_every_byte(tmp_path: Path, segment: Segment, way: str) -> 
             TransferRequest(WRITE, remote, half, [data[half:]], generation=1),
             TransferRequest(WRITE, remote, NBYTES, [], generation=1),
         ]
-        peer.submit(writes).wait(30)
+        peer.submit(writes).wait(HANG_S)
         assert bytes(segment.memory) == data.tobytes()
         back = np.zeros_like(data)
         batch = peer.submit([TransferRequest(READ, remote, n * 4096, [back[n * 4096 :][:4096]]) for n in range(256)])
-        batch.wait(30)
+        batch.wait(HANG_S)
         assert (back == data).all()
         assert batch.done()
         assert {batch.status(n) for n in range(len(batch))} == {TransferStatus.DONE}
@@ -137,7 +138,7 @@ def test_batches_move_every_byte(tmp_path: Path, segment: Segment, way: str) -> 
 def test_one_bad_request_does_not_fail_its_neighbours(tmp_path: Path, segment: Segment) -> None:
     with TransferEngine(config(tmp_path)) as owner, TransferEngine(config(tmp_path, slice_nbytes=1000)) as peer:
         remote = peer.open(owner.serve(segment))
-        remote.write_from(8192, [b"x"], generation=9, timeout_s=5)
+        remote.write_from(8192, [b"x"], generation=9, timeout_s=HANG_S)
         batch = peer.submit(
             [
                 TransferRequest(WRITE, remote, 0, [b"good" * 1000], generation=1),
@@ -146,7 +147,7 @@ def test_one_bad_request_does_not_fail_its_neighbours(tmp_path: Path, segment: S
             ]
         )
         with pytest.raises(StaleGeneration):
-            batch.wait(10)
+            batch.wait(HANG_S)
         assert [batch.status(n).value for n in range(3)] == ["done", "failed", "done"]
         assert [type(batch.error(n)) for n in range(3)] == [type(None), StaleGeneration, type(None)]
         assert bytes(segment.memory[16384:16388]) == b"fine"
@@ -164,7 +165,7 @@ def test_a_bug_in_a_transport_fails_the_batch_and_not_the_engine(tmp_path: Path)
     with TransferEngine(config(tmp_path, num_threads=1)) as engine:
         for _ in range(3):
             with pytest.raises(Exception, match="ZeroDivisionError"):
-                engine.submit([TransferRequest(WRITE, Gate(), 0, [b"x"])]).wait(5)
+                engine.submit([TransferRequest(WRITE, Gate(), 0, [b"x"])]).wait(HANG_S)
 
 
 def test_waiting_has_a_limit_and_so_has_the_batch(tmp_path: Path) -> None:
@@ -176,9 +177,9 @@ def test_waiting_has_a_limit_and_so_has_the_batch(tmp_path: Path) -> None:
             first.wait(0.05)
         assert first.status(0) is TransferStatus.PENDING
         gate.open.set()
-        first.wait(5)
+        first.wait(HANG_S)
         with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
-            late.wait(5)
+            late.wait(HANG_S)
         assert gate.offsets == [0]
 
 
@@ -186,14 +187,16 @@ def test_the_queue_is_bounded(tmp_path: Path) -> None:
     gate = Gate()
     with TransferEngine(config(tmp_path, num_threads=1, max_queued_slices=2, slice_nbytes=1)) as engine:
         running = engine.submit([TransferRequest(READ, gate, 0, [bytearray(1)])], room_timeout_s=0)
-        assert gate.entered.acquire(timeout=5)
+        assert gate.entered.acquire(timeout=HANG_S)
         waiting = engine.submit([TransferRequest(READ, gate, 0, [bytearray(2)])])
         with pytest.raises(Overloaded):
             engine.submit([TransferRequest(READ, gate, 0, [bytearray(2)])], timeout_s=0.05)
         gate.open.set()
-        running.wait(5)
-        waiting.wait(5)
-        engine.submit([TransferRequest(READ, gate, 0, [bytearray(10)])]).wait(5)  # larger than the queue, yet taken
+        running.wait(HANG_S)
+        waiting.wait(HANG_S)
+        engine.submit([TransferRequest(READ, gate, 0, [bytearray(10)])]).wait(
+            HANG_S
+        )  # larger than the queue, yet taken
 
 
 def test_close_ends_threads_sockets_and_waiters(tmp_path: Path, segment: Segment) -> None:
@@ -204,16 +207,16 @@ def test_close_ends_threads_sockets_and_waiters(tmp_path: Path, segment: Segment
     descriptor = owner.serve(segment)
     remote = peer.open(only(descriptor, "tcp"))
     peer.open(msgspec.structs.replace(descriptor, endpoints=descriptor.endpoints[:1]))
-    peer.submit([TransferRequest(READ, remote, 0, [bytearray(NBYTES)])]).wait(5)
+    peer.submit([TransferRequest(READ, remote, 0, [bytearray(NBYTES)])]).wait(HANG_S)
     running = peer.submit([TransferRequest(READ, gate, 0, [bytearray(1)])], room_timeout_s=0)
-    assert gate.entered.acquire(timeout=5)
+    assert gate.entered.acquire(timeout=HANG_S)
     waiting = peer.submit([TransferRequest(READ, gate, 0, [bytearray(1)])], room_timeout_s=0)
     threading.Timer(0.05, gate.open.set).start()
     peer.close()
     peer.close()
-    running.wait(5)
+    running.wait(HANG_S)
     with pytest.raises(PeerLost, match="closed"):
-        waiting.wait(5)
+        waiting.wait(HANG_S)
     with pytest.raises(PeerLost):
         peer.submit([TransferRequest(READ, gate, 0, [bytearray(1)])])
     with pytest.raises(PeerLost):
@@ -223,7 +226,7 @@ def test_close_ends_threads_sockets_and_waiters(tmp_path: Path, segment: Segment
     # A connection's thread that ended by itself was not joined; it may need a moment for its last step.
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.name.startswith(("tcp-", "Thread-")):
-            thread.join(5)
+            thread.join(HANG_S)
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= fds
     assert not list(tmp_path.iterdir())
@@ -257,6 +260,6 @@ def test_memory_without_a_descriptor_goes_by_tcp(tmp_path: Path) -> None:
     ):
         remote = peer.open(owner.serve(segment))
         assert remote.transport == "tcp"
-        remote.write_from(400, [np.ones(100, dtype=np.float32)], generation=0, timeout_s=5)
+        remote.write_from(400, [np.ones(100, dtype=np.float32)], generation=0, timeout_s=HANG_S)
         assert (pages[1] == 1).all()
         assert pages.sum() == 100

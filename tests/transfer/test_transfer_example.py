@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from engine_child import running_master
+from waiting import HANG_S
 
 
 @pytest.mark.parametrize("by_master", [False, True])
@@ -18,7 +19,7 @@ def test_transfer_two_processes(tmp_path: Path, by_master: bool) -> None:
         command = [sys.executable, str(script)]
         if by_master:
             command.append(stack.enter_context(running_master(tmp_path)))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "notes are reached by shm, pages by tcp" in done.stdout

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.errors import Unauthorized
 from moonpool.transfer import Segment, TransferConfig, TransferEngine
@@ -33,14 +34,17 @@ def test_an_engine_without_the_secret_is_told_at_once(
     with Segment.over("seg", bytearray(1000), incarnation=1) as segment:
         with engine(tmp_path, b"the-right-secret-of-length", tcp_hosts=rails) as owner:
             descriptor = owner.serve(segment)
-            with engine(tmp_path, secret) as stranger, engine(tmp_path, b"the-right-secret-of-length") as friend:
+            with (
+                engine(tmp_path, secret, timeout_s=5 * HANG_S) as stranger,
+                engine(tmp_path, b"the-right-secret-of-length") as friend,
+            ):
                 started = time.monotonic()
                 with pytest.raises(Unauthorized):
                     stranger.open(descriptor)
-                assert time.monotonic() - started < 2
+                assert time.monotonic() - started < HANG_S / 2
                 gc.collect()  # the engine keeps nothing of a peer that it could not open
-                friend.open(descriptor).write_from(0, [b"hello"], generation=1, timeout_s=5)
+                friend.open(descriptor).write_from(0, [b"hello"], generation=1, timeout_s=HANG_S)
         assert bytes(segment.memory[:5]) == b"hello"
     for thread in set(threading.enumerate()) - before:
-        thread.join(2)  # far less than an idle thread of a crew stays
+        thread.join(HANG_S)
         assert not thread.is_alive(), thread.name

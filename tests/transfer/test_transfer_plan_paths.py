@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_world import CONFIG, MIB, RATE, Planner, Rail, World
+from waiting import HANG_S
 
 from moonpool.base.errors import DeadlineExceeded, InvalidInput, MoonpoolError, NotFound, PeerLost, StaleGeneration
 from moonpool.transfer.paths.path_load import PathState, PlanConfig
@@ -97,6 +98,10 @@ def test_a_path_silent_from_the_start_delays_one_timeout_only() -> None:
     assert world.now_s - started_s < 20 * (0.5 + 0.02)
 
 
+def state_of(planner: Planner, path: int) -> PathState:
+    return planner.paths[path].state
+
+
 def test_rests_double_up_to_their_bound() -> None:
     planner = Planner(2)
     now_s, rests = 0.0, []
@@ -108,11 +113,11 @@ def test_rests_double_up_to_their_bound() -> None:
         assert planner.probes_due(now_s) == [1]
     assert rests == [0.25, 0.5, 1.0, 2.0, 2.0, 2.0]
     planner.probed(1, None, now_s)
-    assert planner.paths[1].state is PathState.TRIAL
+    assert state_of(planner, 1) is PathState.TRIAL
     trial = [a for a in planner.next_assignments(now_s) if a.path == 1]
     assert [a.nbytes for a in trial] == [CONFIG.min_slice_nbytes]
     planner.completed(trial[0], now_s + 0.001)
-    assert planner.paths[1].state is PathState.UP
+    assert state_of(planner, 1) is PathState.UP
     assert planner.paths[1].num_failures == 0
 
 
@@ -147,7 +152,7 @@ def test_all_paths_silent_is_waited_out_until_the_deadline() -> None:
     silent = [(0.0, 3.0)]
     world = World([Rail(silent=silent), Rail(silent=silent)])
     late = world.submit([MIB], timeout_s=2.0)
-    lucky = world.submit([MIB], timeout_s=10.0)
+    lucky = world.submit([MIB], timeout_s=HANG_S)
     world.run()
     assert isinstance(world.ended[late][1], DeadlineExceeded)
     assert world.ended[late][0] <= 2.001
@@ -211,7 +216,7 @@ def test_no_stall_while_a_healthy_path_exists(rails: list[Rail], sizes: list[int
     world = World(rails)
     for nbytes in sizes:
         started_s = world.now_s
-        task = world.submit([nbytes], timeout_s=60)
+        task = world.submit([nbytes], timeout_s=HANG_S)
         world.run()
         assert world.ended[task][1] is None
         # Each other path may hold some slices for a timeout, one path after the other at worst, and fail once more

@@ -138,7 +138,8 @@ def test_whatever_is_cancelled_a_task_is_whole_or_failed_and_in_time(
     rails: list[Rail], tasks: list[tuple[list[int], float, Priority, float, int | None]]
 ) -> None:
     world = World(rails)  # checks that what is reported done was acknowledged, and that nothing is then under way
-    made, cancelled_s = [], {}
+    made = []
+    cancelled_s: dict[object, float] = {}
     for sizes, timeout_s, priority, pause_s, victim in tasks:
         made.append(world.submit(sizes, timeout_s, priority))
         world.run(world.now_s + pause_s)

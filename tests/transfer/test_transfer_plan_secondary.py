@@ -18,6 +18,10 @@ FOREVER = [(0.0, 1e9)]
 BACK_S = CONFIG.max_rest_s + 2 * CONFIG.slice_timeout_s + 0.1  # a rest, a probe and a trial
 
 
+def cut(fault: str, times: list[tuple[float, float]], rate: float = RATE) -> Rail:
+    return Rail(rate, **{fault: times})  # type: ignore[arg-type]  # "silent" or "refusing"
+
+
 def carried(rail: Rail, after_s: float = 0.0, before_s: float = 1e9) -> int:
     return sum(nbytes for at_s, nbytes in rail.moved if after_s <= at_s < before_s)
 
@@ -42,7 +46,7 @@ def test_preferred_paths_share_what_secondary_ones_do_not_see() -> None:
 
 @pytest.mark.parametrize("fault", ["silent", "refusing"])
 def test_cut_and_returned(fault: str) -> None:
-    rails = [Rail(**{fault: [(0.5, 4.0)]}), Rail()]
+    rails = [cut(fault, [(0.5, 4.0)]), Rail()]
     world = World(rails, num_secondary=1)
     task = world.submit([1500 * MIB])
     world.run()
@@ -104,7 +108,7 @@ def test_whatever_fails_a_task_is_whole_or_fails_in_time(
 def test_without_preferred_paths_a_healthy_secondary_one_does_it(
     num_dead: int, fault: str, sizes: list[int], others: list[Rail]
 ) -> None:
-    dead, healthy = [Rail(**{fault: FOREVER}) for _ in range(num_dead)], Rail()
+    dead, healthy = [cut(fault, FOREVER) for _ in range(num_dead)], Rail()
     world = World([*dead, *others, healthy], num_secondary=1 + len(others))
     for nbytes in sizes:
         started_s = world.now_s
@@ -125,7 +129,7 @@ def test_without_preferred_paths_a_healthy_secondary_one_does_it(
 def test_preferred_paths_that_return_carry_everything_again(
     lines: list[tuple[float, list[tuple[float, float]]]], fault: str, secondary_speed: float
 ) -> None:
-    preferred = [Rail(rate, **{fault: times}) for rate, times in lines]
+    preferred = [cut(fault, times, rate) for rate, times in lines]
     secondary = Rail(RATE / 10 * secondary_speed)
     world = World([*preferred, secondary], num_secondary=1)
     healed_s = max((high for _, times in lines for _, high in times), default=0.0) + BACK_S

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import DeadlineExceeded, NotFound, PeerLost, StaleGeneration
@@ -92,13 +93,13 @@ def test_bytes_cross_the_process_border(owner: OwnerProcess, engine: TransferEng
     assert remote.transport == way
     expected = bytearray(np.random.default_rng(1).bytes(NBYTES))
     back = bytearray(NBYTES)
-    remote.read_into(0, [back], timeout_s=10)
+    remote.read_into(0, [back], timeout_s=HANG_S)
     assert back == expected
     expected[1000:5000] = b"w" * 4000
-    remote.write_from(1000, [b"w" * 1500, b"w" * 2500], generation=2, timeout_s=10)
+    remote.write_from(1000, [b"w" * 1500, b"w" * 2500], generation=2, timeout_s=HANG_S)
     assert owner.checksum() == crc32c(expected)
     with pytest.raises(StaleGeneration):
-        remote.write_from(60_000, [b"late" * 2000], generation=1, timeout_s=10)
+        remote.write_from(60_000, [b"late" * 2000], generation=1, timeout_s=HANG_S)
     assert owner.checksum() == crc32c(expected)
 
 
@@ -108,12 +109,12 @@ def test_the_fence_is_one_for_all_ways(owner: OwnerProcess, tmp_path: Path) -> N
         TransferEngine(TransferConfig(run_dir=str(tmp_path / "b"), tcp_host=None)) as second,
     ):
         by_shm, by_tcp = first.open(owner.only("shm")), second.open(owner.only("tcp"))
-        by_shm.write_from(0, [b"x"], generation=5, timeout_s=5)
+        by_shm.write_from(0, [b"x"], generation=5, timeout_s=HANG_S)
         with pytest.raises(StaleGeneration):
-            by_tcp.write_from(0, [b"y"], generation=4, timeout_s=5)
-        by_tcp.write_from(0, [b"y"], generation=6, timeout_s=5)
+            by_tcp.write_from(0, [b"y"], generation=4, timeout_s=HANG_S)
+        by_tcp.write_from(0, [b"y"], generation=6, timeout_s=HANG_S)
         with pytest.raises(StaleGeneration):
-            by_shm.write_from(0, [b"x"], generation=5, timeout_s=5)
+            by_shm.write_from(0, [b"x"], generation=5, timeout_s=HANG_S)
 
 
 @WAYS
@@ -141,22 +142,22 @@ def kill_in_the_middle(run_dir: Path, way: str, op: str) -> None:
             with contextlib.suppress(PeerLost):
                 while True:
                     if op == "read":
-                        remote.read_into(0, [buffer], timeout_s=60)
+                        remote.read_into(0, [buffer], timeout_s=5 * HANG_S)
                     else:
-                        remote.write_from(0, [buffer], generation=1, timeout_s=60)
+                        remote.write_from(0, [buffer], generation=1, timeout_s=5 * HANG_S)
                     moving.release()
             ended.append(time.monotonic())
 
         callers = [threading.Thread(target=move) for _ in range(3)]
         for caller in callers:
             caller.start()
-        assert moving.acquire(timeout=30)
+        assert moving.acquire(timeout=HANG_S)
         owner.kill()
         killed_at = time.monotonic()
         for caller in callers:
-            caller.join(10)
+            caller.join(HANG_S)
         assert len(ended) == 3
-        assert max(ended) - killed_at < 2
+        assert max(ended) - killed_at < HANG_S / 2
     owner.close()
 
 
@@ -164,19 +165,19 @@ def kill_in_the_middle(run_dir: Path, way: str, op: str) -> None:
 def test_a_restarted_owner_voids_old_handles(tmp_path: Path, engine: TransferEngine, way: str) -> None:
     first = OwnerProcess(tmp_path)
     remote = engine.open(first.only(way))
-    remote.read_into(0, [bytearray(1)], timeout_s=5)
+    remote.read_into(0, [bytearray(1)], timeout_s=HANG_S)
     first.kill()
     first.close()
     with pytest.raises(PeerLost):
-        remote.read_into(0, [bytearray(1)], timeout_s=5)
+        remote.read_into(0, [bytearray(1)], timeout_s=HANG_S)
     second = OwnerProcess(tmp_path, incarnation=2, tcp_port=first.tcp_port)
     try:
         with pytest.raises((NotFound, PeerLost)):
-            remote.read_into(0, [bytearray(1)], timeout_s=5)
+            remote.read_into(0, [bytearray(1)], timeout_s=HANG_S)
         fresh = engine.open(second.only(way))
         assert fresh is not remote
         buffer = bytearray(100)
-        fresh.read_into(0, [buffer], timeout_s=5)
+        fresh.read_into(0, [buffer], timeout_s=HANG_S)
         assert buffer == np.random.default_rng(2).bytes(100)
     finally:
         second.close()
@@ -184,16 +185,16 @@ def test_a_restarted_owner_voids_old_handles(tmp_path: Path, engine: TransferEng
 
 def test_a_stopped_owner_costs_the_deadline_and_may_come_back(owner: OwnerProcess, engine: TransferEngine) -> None:
     by_tcp = engine.open(owner.only("tcp"))
-    by_tcp.read_into(0, [bytearray(1)], timeout_s=5)
+    by_tcp.read_into(0, [bytearray(1)], timeout_s=HANG_S)
     owner.stop()
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         by_tcp.read_into(0, [bytearray(NBYTES)], timeout_s=0.3)
     with pytest.raises(DeadlineExceeded):
         by_tcp.write_from(0, [bytearray(NBYTES)], generation=1, timeout_s=0.3)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < HANG_S / 2
     owner.resume()
-    by_tcp.read_into(0, [bytearray(NBYTES)], timeout_s=10)
+    by_tcp.read_into(0, [bytearray(NBYTES)], timeout_s=HANG_S)
 
 
 def test_mapping_from_a_stopped_owner_has_a_deadline_too(
@@ -204,11 +205,11 @@ def test_mapping_from_a_stopped_owner_has_a_deadline_too(
         with pytest.raises(DeadlineExceeded):
             hasty.open(owner.only("shm"))
     owner.resume()
-    engine.open(owner.only("shm")).read_into(0, [bytearray(10)], timeout_s=10)
+    engine.open(owner.only("shm")).read_into(0, [bytearray(10)], timeout_s=HANG_S)
 
 
 def test_an_owner_ends_with_its_input(owner: OwnerProcess, tmp_path: Path) -> None:
     assert owner.process.stdin is not None
     owner.process.stdin.close()
-    assert owner.process.wait(10) == 0
+    assert owner.process.wait(HANG_S) == 0
     assert not list(tmp_path.glob("*.sock"))

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from nursery import Nursery, kill_under
+from waiting import HANG_S
 
 from moonpool.base.errors import PeerLost
 from moonpool.transfer import RemoteSegment, SegmentDescriptor, Transport
@@ -39,22 +40,22 @@ def moves(remote: RemoteSegment, buffer: np.ndarray) -> list[Callable[[], None]]
     """One of each kind, so that each round's callers are hit in different places."""
     small = [(at, buffer[at : at + 4096]) for at in range(0, NBYTES, 8192)]
     return [
-        lambda: remote.read_into(0, [buffer], timeout_s=60),
-        lambda: remote.write_from(0, [buffer], generation=1, timeout_s=60),
-        lambda: remote.read_many(small, timeout_s=60),
-        lambda: remote.write_many(small, generation=1, timeout_s=60),
+        lambda: remote.read_into(0, [buffer], timeout_s=5 * HANG_S),
+        lambda: remote.write_from(0, [buffer], generation=1, timeout_s=5 * HANG_S),
+        lambda: remote.read_many(small, timeout_s=5 * HANG_S),
+        lambda: remote.write_many(small, generation=1, timeout_s=5 * HANG_S),
     ]
 
 
 def kill_once(nursery: Nursery[Born], transport: Transport, way: str) -> None:
     owner = nursery.bear()
     descriptor: SegmentDescriptor = getattr(owner, way)
-    remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=10)
+    remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=HANG_S)
     work = moves(remote, np.zeros(NBYTES, dtype=np.uint8))
     kinds, last_s = kill_under(work, owner.pid)
     remote.close()
     assert kinds == [PeerLost] * len(work)
-    assert last_s < 2
+    assert last_s < HANG_S / 2
 
 
 def kill_again_and_again(nursery: Nursery[Born], run_dir: Path, way: str, rounds: int) -> None:

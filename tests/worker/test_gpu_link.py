@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_child import NUM_PAGES
 from gpu_kv import ALONE, BESIDE, KvSide, PoolProcess, equal_pages, fill_pages, keys_of, layout_of
+from waiting import wait_until
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Corrupt
@@ -124,9 +125,10 @@ def test_a_bit_that_flips_in_the_pool_is_found(lab: Lab, compute_s: float) -> No
     assert info is not None
     (segment,) = lab.side.pinned()
     with segment.copying():
-        assert segment._borrowed is not None
+        borrowed = segment._borrowed
+        assert borrowed is not None
         at = info.replicas[0].offset + info.nbytes - 5  # in the last piece
-        segment._borrowed.memory[at] ^= 1
+        borrowed.memory[at] ^= 1
     before = lab.side.store.counters()
     result = lab.side.start_pull(keys, THEIRS, compute_s).wait_end(20)
     after = lab.side.store.counters()
@@ -164,7 +166,7 @@ def test_a_bit_that_flips_on_the_way_is_found(lab: Lab, compute_s: float, monkey
         start_reads(stream, *args)
         if flips:
             flips.clear()
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle)):
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle)):  # type: ignore[no-untyped-call]
                 lab.flip(THEIRS[3], 0)
 
     monkeypatch.setattr(CopyStream, "start_reads", flip_behind)
@@ -257,13 +259,6 @@ def hand_off(lab: Lab, child: Child, transfer: TransferEngine) -> tuple[CommitHa
     return calls.commits[0], pages
 
 
-def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    ends_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends_s, what
-        time.sleep(0.05)
-
-
 def test_pages_go_to_another_process_s_gpu_memory_and_its_end_frees_them(lab: Lab) -> None:
     gpu = driver().device_of(lab.kv.tensor.data_ptr())
     torch.cuda.synchronize()
@@ -279,7 +274,7 @@ def test_pages_go_to_another_process_s_gpu_memory_and_its_end_frees_them(lab: La
             untouched = [page for page in range(NUM_PAGES) if page not in pages]
             assert len(np.unique(theirs[untouched])) == 1, "zeros"
             child.kill()  # while its memory is mapped here
-            until(lambda: gpu.free_nbytes() >= before - (64 << 20), 3, "the GPU keeps the memory of a dead process")
+            wait_until(lambda: gpu.free_nbytes() >= before - (64 << 20), "the GPU frees the memory of a dead process")
     finally:
         child.kill()
 
@@ -302,13 +297,13 @@ def test_processes_killed_in_mid_transfer_leave_nothing(lab: Lab) -> None:
         assert child.first == "ready\n"
         time.sleep(rng.uniform(0.01, 0.1))
         child.kill()
-    until(lambda: gpu.free_nbytes() >= before - (64 << 20), 5, "GPU memory leaked")
-    until(lambda: pinned is None or (pinned_pages() or 0) <= pinned, 5, "page-locked memory leaked")
+    wait_until(lambda: gpu.free_nbytes() >= before - (64 << 20), "GPU memory is free again")
+    wait_until(lambda: pinned is None or (pinned_pages() or 0) <= pinned, "no memory stays page-locked")
     lab.kv.clear(THEIRS)
     lab.side.pull(keys, THEIRS)
     assert equal_pages(lab.kv, OURS, THEIRS)
     others = keys_of(2, NUM_BLOCKS)
-    until(lambda: _can_put(lab, others), 10, "space of the dead is not given back")
+    wait_until(lambda: _can_put(lab, others), "space of the dead is given back")
 
 
 def _can_put(lab: Lab, keys: list[bytes]) -> bool:
@@ -339,7 +334,7 @@ def test_a_node_that_is_killed_gets_its_memory_back(tmp_path: Path) -> None:
         assert shared_nbytes() - before > nbytes * 0.9
         job = side.start_pull(keys, THEIRS)
         pool.kill()
-        until(lambda: shared_nbytes() - before < nbytes * 0.1, 2.0, "the memory of the dead node is still locked")
+        wait_until(lambda: shared_nbytes() - before < nbytes * 0.1, "the memory of the dead node is locked no more")
         result = job.wait_end(20)
         assert result.num_good in range(NUM_BLOCKS + 1)
     finally:

@@ -25,7 +25,7 @@ from moonpool.store import Store
 from moonpool.transfer import Pending, TransferRequest
 from moonpool.transfer.memory.buffers import DeviceSpan
 from moonpool.transfer.memory.segment import Borrowed
-from moonpool.transfer.transports.cuda.pinning import Pinning
+from moonpool.transfer.transports.cuda.pinning import PinnedSegment, Pinning
 from moonpool.worker.kv_link import device_pull
 from moonpool.worker.kv_link.device_probe import DeviceProbe
 from moonpool.worker.kv_link.device_pull import goes_by_layer
@@ -250,18 +250,30 @@ def test_space_that_is_reused_meanwhile_is_not_used(bench: Bench) -> None:
     assert (result.num_good, type(result.failure)) == (4, StaleGeneration)
 
 
+def the_pinned(bench: Bench) -> PinnedSegment:
+    pinning = bench.store.directory.engine.pinning
+    assert pinning is not None
+    (pinned,) = pinning._segments.values()
+    return pinned
+
+
+def num_copying(pinned: PinnedSegment) -> int:
+    return pinned._num_copying
+
+
 def test_a_put_that_was_overtaken_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fence is asked again when the copies are over: another owner of the space must not be announced."""
     bench.pin()
     segment = bench.pool.nodes[0].segment
-    assert segment.fence is not None
+    fence = segment.fence
+    assert fence is not None
     starts: list[int] = []
 
     def overtake(target: int, nbytes: int) -> None:
-        (pinned,) = bench.store.directory.engine.pinning._segments.values()
+        pinned = the_pinned(bench)
         starts.append(target - pinned.address)
         if len(starts) == 2:
-            segment.fence.stamp(starts[-1], nbytes, 2**40)
+            fence.stamp(starts[-1], nbytes, 2**40)
 
     bench.device.after_copy = overtake
     bench.writer.put_pages({page: FullBlock("r", page, page, key) for page, key in enumerate(bench.keys)})
@@ -274,12 +286,12 @@ def test_a_put_that_was_overtaken_fails(bench: Bench, monkeypatch: pytest.Monkey
 def test_a_borrowed_segment_is_held_while_it_is_copied(bench: Bench) -> None:
     bench.pin()
     bench.put()
-    (pinned,) = bench.store.directory.engine.pinning._segments.values()
+    pinned = the_pinned(bench)
     held: list[int] = []
-    bench.device.after_copy = lambda target, nbytes: held.append(pinned._num_copying)
+    bench.device.after_copy = lambda target, nbytes: held.append(num_copying(pinned))
     assert bench.pull().num_good == NUM_BLOCKS
     assert set(held) == {1}
-    assert pinned._num_copying == 0
+    assert num_copying(pinned) == 0
     assert isinstance(pinned.begin_copies(), Borrowed)
     pinned.end_copies()
 

@@ -55,7 +55,7 @@ def test_no_pool_is_no_sample(tmp_path: Path) -> None:
 async def test_it_goes_on_only_while_nothing_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "_UNKNOWN_EVERY_S", 0.0)
     clock, pulled_s, added = SystemClock(), [SystemClock().now_s()], []
-    probe = PoolProbe(lambda: pytest.fail("not asked"), 1, clock)  # type: ignore[arg-type, return-value]
+    probe = PoolProbe(lambda: pytest.fail("not asked"), 1, clock)
 
     class Enough(Exception):
         """Ends the task."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 from store_pool import LocalPool
+from waiting import HANG_S
 
 from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NotFound
 from moonpool.base.keys import chain_keys, object_key
@@ -102,7 +103,7 @@ def test_all_blocks_arrive_layer_by_layer(bench: Bench, puller: Puller) -> None:
     assert bench.layers == [(0, NUM_BLOCKS), (1, NUM_BLOCKS), (2, NUM_BLOCKS)]
     assert len(result.layers_s) == LAYOUT.num_layers
     assert 0 < result.layers_s[0] <= result.layers_s[1] <= result.layers_s[2] <= result.seconds
-    assert bench.ended.wait(5)
+    assert bench.ended.wait(HANG_S)
     bench.check_pages(NUM_BLOCKS)
 
 
@@ -154,7 +155,7 @@ def test_damage_keeps_the_blocks_before_it(bench: Bench, puller: Puller, block: 
     assert result.nbytes == block * LAYOUT.page_nbytes
     counts = [NUM_BLOCKS] * layer + [block] * (LAYOUT.num_layers - layer)
     assert bench.layers == list(enumerate(counts)), "from the damaged layer on, no more than the good ones are told"
-    assert bench.ended.wait(5)
+    assert bench.ended.wait(HANG_S)
     bench.check_pages(block)
     assert puller.count_stored(bench.keys) == block, "the damaged replica is in quarantine"
 
@@ -198,7 +199,7 @@ class SlowReads:
 
         def finish_slowly(reads: PendingPieces) -> list[MoonpoolError | None]:
             errors = finish(reads)
-            assert self.steps[reads._pieces[0][1].number].acquire(timeout=10)
+            assert self.steps[reads._pieces[0][1].number].acquire(timeout=HANG_S)
             return errors
 
         monkeypatch.setattr(PendingPieces, "finish", finish_slowly)
@@ -248,7 +249,7 @@ def test_a_job_that_is_late_is_left_behind(
     assert isinstance(result.failure, DeadlineExceeded)
     assert not bench.ended.wait(0.05), "the pages are still the puller's"
     slow.steps[1].release(1)
-    assert bench.ended.wait(5), "it ends after the layer it was at"
+    assert bench.ended.wait(HANG_S), "it ends after the layer it was at"
     assert bench.layers == [(0, NUM_BLOCKS)]
     assert job.wait_end(0) == result, "and nothing makes it good again"
     slow.steps[2].release(100)
@@ -262,11 +263,16 @@ def test_pieces_under_way_are_given_up_with_the_job(
     """A late job whose next layers are under way ends when none of them can be written to the pages any more."""
     cancelled: list[PendingPieces] = []
     cancel = PendingPieces.cancel
-    monkeypatch.setattr(PendingPieces, "cancel", lambda reads: (cancel(reads), cancelled.append(reads)))
+
+    def noted(reads: PendingPieces) -> None:
+        cancel(reads)
+        cancelled.append(reads)
+
+    monkeypatch.setattr(PendingPieces, "cancel", noted)
     job = bench.pull(puller)
     job.wait_end(0.02)
     slow.steps[0].release(1)
-    assert bench.ended.wait(5)
+    assert bench.ended.wait(HANG_S)
     assert len(cancelled) == LAYOUT.num_layers - 1
     assert all(reads._batch.done() for reads in cancelled)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scheduler_model import scheduler, sequence
-from store_pool import MIB, LocalPool, wait_until
+from store_pool import MIB, LocalPool
+from waiting import wait_until
 
 from moonpool.base.clock import SystemClock
 from moonpool.base.keys import object_key
@@ -73,10 +74,10 @@ def test_blocks_beyond_the_budget_of_pages_come_to_the_pools_memory(pool: LocalP
             sched.add(prompt)
         ahead.after_schedule()
         ahead.after_schedule()  # it asks once
-        wait_until(lambda: [tiers(store, prompt) for prompt in prompts[1:]] == ["dddd"] * 2, 30)
+        wait_until(lambda: [tiers(store, prompt) for prompt in prompts[1:]] == ["dddd"] * 2, "all is in memory")
         assert tiers(store, prompts[0]) == "ssss", "the first one is pulled from SSD, into pages"
         assert pool.on_loop(pool.master.state.stats).counters["promoted"] == 2 * NUM_BLOCKS
-        wait_until(lambda: len(loop.posted) == 1, 30)
+        wait_until(lambda: len(loop.posted) == 1, "the engine has something to do")
         loop.posted.pop()()  # type: ignore[operator]
         assert sched.ahead.end_of("r0") == sched.ahead.num_pages == NUM_BLOCKS
     finally:

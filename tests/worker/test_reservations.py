@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -18,7 +19,7 @@ class Fence:
     def __init__(self, num_pages: int) -> None:
         self.generations = [0] * num_pages
 
-    def stamp(self, pages: list[int], generation: int) -> None:
+    def stamp(self, pages: Sequence[int], generation: int) -> None:
         for page in pages:
             assert generation > self.generations[page], "a generation never goes back"
             self.generations[page] = generation

@@ -58,14 +58,18 @@ class Bench:
         prompt = Prompt(spec, cast(Any, NoPush()), lambda _: None, self.clock.now_s())
         self.role._add(engine_name(spec), self.role.sequence(spec), prompt)
 
+    def pull(self, *jobs: object) -> None:
+        """The step waits for these."""
+        self.role._jobs = cast(Any, list(jobs))
+
     def step(self, computing_s: float, stalled_s: float = 0.0) -> None:
         chunks = self.scheduler.schedule()
         hooks = self.role.begin_step(chunks, self.scheduler.drain_admitted())
         if stalled_s:
             waiting = SimpleNamespace(wait_layer=lambda *_: self.clock.advance(stalled_s))
-            self.role._jobs = cast(Any, [waiting])
+            self.pull(waiting)
             hooks.before_layer(0)
-            self.role._jobs = []
+            self.pull()
         self.clock.advance(computing_s)
         result = self.scheduler.complete({chunk.request_id: 7 for chunk in chunks if chunk.wants_logits})
         self.role.on_step(
@@ -99,7 +103,7 @@ def test_a_pull_may_take_as_long_as_the_calibrated_time_allows_until_a_step_with
     calibrated_s = bench.role.pull_limit_s(BLOCK_TOKENS)
     assert calibrated_s == pytest.approx(2 * 0.01 * BLOCK_TOKENS)
     bench.add("a", 0, 10)
-    bench.role._jobs = cast(Any, [object()])  # the step pulls: other threads take the interpreter from it
+    bench.pull(object())  # the step pulls: other threads take the interpreter from it
     bench.role._chunks = cast(Any, [SimpleNamespace(request_id="a/0", tokens=range(10))])
     bench.clock.advance(5.0)
     bench.role.on_step([])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from waiting import HANG_S
 
 from moonpool.base.limits import CorePresence
 from moonpool.worker.build import choose_threads, follow_share
@@ -40,7 +41,7 @@ async def test_the_engine_hears_of_a_new_share_once(monkeypatch: pytest.MonkeyPa
     task = asyncio.create_task(follow_share(4, Shares(4, 4, 2, 2, 1), posted.put_nowait, every_s=0.0))
     try:
         for _ in range(2):
-            (await asyncio.wait_for(posted.get(), 10))()
+            (await asyncio.wait_for(posted.get(), HANG_S))()
         await asyncio.sleep(0.01)
     finally:
         task.cancel()

@@ -11,7 +11,7 @@ import asyncio
 import errno
 import itertools
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar, cast
 
@@ -157,7 +157,7 @@ class AsyncClient(asyncio.Protocol):
         the connection has ended."""
         self._send(encode_call(call, next(self._ids)))
 
-    async def stream(self, call: Call[R], *, timeout_s: float | None = None) -> AsyncIterator[R]:
+    async def stream(self, call: Call[R], *, timeout_s: float | None = None) -> AsyncGenerator[R, None]:
         """Yield the items as they come. Raise DeadlineExceeded if the stream has not ended after `timeout_s`; earlier
         items are yielded first. Leaving the loop early cancels the work at the server (use aclosing)."""
         call_id = next(self._ids)

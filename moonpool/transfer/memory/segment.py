@@ -20,7 +20,7 @@ import fcntl
 import mmap
 import os
 import platform
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -197,7 +197,7 @@ class Segment:
         if fd is not None:
             os.close(fd)
 
-    def __enter__(self) -> Segment:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

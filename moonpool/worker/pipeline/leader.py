@@ -175,7 +175,7 @@ class PipelineLeader:
             next=place,
             num_pool_blocks=num_blocks,
         )
-        items = await own.enter_async_context(aclosing(client.stream(order)))  # type: ignore[type-var]
+        items = await own.enter_async_context(aclosing(client.stream(order)))
         run.others.append(_OtherStage(client, items, layers))
         first = await _next(items, _OPEN_TIMEOUT_S)
         return first.inbox or place

@@ -75,13 +75,13 @@ class PinnedSegment:
         self._nbytes = borrowed.memory.nbytes
         self._changed = threading.Condition()
         self._num_copying = 0
-        self._is_ending = False
-        self._is_refused = False
+        self.is_ending = False
+        self.is_refused = False
 
     def begin_copies(self) -> Borrowed:
         """Return the memory; it stays locked and mapped until end_copies(). Raise PeerLost once the owner is gone."""
         with self._changed:
-            if self._borrowed is None or self._is_ending:
+            if self._borrowed is None or self.is_ending:
                 raise PeerLost("the segment's owner is gone")
             self._num_copying += 1
             return self._borrowed
@@ -109,13 +109,13 @@ class PinnedSegment:
     def grow(self) -> bool:
         """Lock one more chunk. Return False when there is nothing left to lock."""
         start = self.pinned_nbytes
-        if self._is_refused or self._is_ending or start >= self._nbytes:
+        if self.is_refused or self.is_ending or start >= self._nbytes:
             return False
         end = min(start + self.chunk_nbytes, self._nbytes)
         try:
             self._registrar.register(self.address + start, end - start)
         except MoonpoolError as error:
-            self._is_refused = True
+            self.is_refused = True
             _LOG.warning("only %d bytes of a segment can be page-locked, copies of the rest are slow: %s", start, error)
             return False
         self.pinned_nbytes = end
@@ -124,7 +124,7 @@ class PinnedSegment:
     def release(self, timeout_s: float) -> bool:
         """Let no further copy begin; when none is under way, unlock and unmap. Return whether that is done."""
         with self._changed:
-            self._is_ending = True
+            self.is_ending = True
             if not self._changed.wait_for(lambda: self._num_copying == 0, timeout_s):
                 return False
         for start in range(0, self.pinned_nbytes, self.chunk_nbytes):

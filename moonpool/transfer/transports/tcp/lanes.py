@@ -38,7 +38,7 @@ from moonpool.transfer.transports.tcp.guard import FRAME_NBYTES, CallerSide, Gua
 
 IDLE_S = 120.0  # a lane that was not used for longer is not used again: its owner may be about to close it
 DEFAULT_LANES = 2  # connections per peer and path
-_BUSY_TIMEOUT_S = 10.0  # callers wait at least so long for lanes on which others move much data
+BUSY_TIMEOUT_S = 10.0  # callers wait at least so long for lanes on which others move much data
 
 
 class LanePool:
@@ -50,7 +50,7 @@ class LanePool:
         self._guard = guard
         self._lock = threading.RLock()  # the garbage collector may give a lane back while this thread holds the lock
         self._changed = threading.Condition(self._lock)
-        self._num_waiting = 0
+        self.num_waiting = 0  # callers
         self._num_broken = 0  # lanes that were given back as unusable
         self._idle: list[tuple[socket.socket, float]] = []  # and since when it is idle
         self._busy: set[socket.socket] = set()
@@ -95,11 +95,11 @@ class LanePool:
                     self._connecting += 1
                     break
                 patience = patience or _Patience(timeout_s, self._num_broken)
-                self._num_waiting += 1
+                self.num_waiting += 1
                 try:
                     self._changed.wait(patience.remaining_s(self._num_broken))
                 finally:
-                    self._num_waiting -= 1
+                    self.num_waiting -= 1
             else:
                 raise PeerLost(f"{self} was closed on this side")
         return self._connect(Deadline(timeout_s))
@@ -185,7 +185,7 @@ class LanePool:
             else:
                 self._num_broken += 1
                 self._changed.notify_all()  # all who wait have less time now
-            if self._num_waiting:
+            if self.num_waiting:
                 self._changed.notify()
         if not keep:
             abandon(sock)
@@ -195,7 +195,7 @@ class _Patience:
     """How long a caller waits for a lane: its timeout, or longer while no lane breaks."""
 
     def __init__(self, timeout_s: float, num_broken: int) -> None:
-        self._own, self._longest = Deadline(timeout_s), Deadline(max(timeout_s, _BUSY_TIMEOUT_S))
+        self._own, self._longest = Deadline(timeout_s), Deadline(max(timeout_s, BUSY_TIMEOUT_S))
         self._num_broken = num_broken
 
     def remaining_s(self, num_broken: int) -> float:

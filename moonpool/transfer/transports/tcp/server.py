@@ -204,7 +204,7 @@ class TcpServer:
             lambda: sum(not each.proven for each in self._callers) < self._max_unproven, _LEAVE_TIMEOUT_S
         )
 
-    def _num_proven(self) -> int:
+    def num_proven(self) -> int:
         return sum(caller.proven for caller in self._callers)
 
     def _refuse(self, sock: socket.socket) -> None:
@@ -253,7 +253,7 @@ class TcpServer:
 
     def _take_place(self, caller: _Caller) -> None:
         with self._changed:
-            if self._num_proven() >= self._max_connections and not self._make_place():
+            if self.num_proven() >= self._max_connections and not self._make_place():
                 raise Overloaded("too many connections to this owner")
             caller.proven = True
             self._changed.notify_all()
@@ -265,4 +265,4 @@ class TcpServer:
             return False
         self.ended["pushed out"] += 1
         hang_up(longest.sock)
-        return self._changed.wait_for(lambda: self._num_proven() < self._max_connections, _LEAVE_TIMEOUT_S)
+        return self._changed.wait_for(lambda: self.num_proven() < self._max_connections, _LEAVE_TIMEOUT_S)
