@@ -50,7 +50,8 @@ def save_model(folder: Path, shape: Mapping[str, int]) -> None:
 
     torch.manual_seed(7)
     config = LlamaConfig.from_dict(dict(shape))
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    make: Any = LlamaForCausalLM
+    make(config).to(torch.float32).save_pretrained(folder)
     words = {f"t{number}": number for number in range(VOCAB)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
 

@@ -134,7 +134,7 @@ class _Follower:
         client = await AsyncClient.connect(self._address, SERVICE, name=self._name)
         self._retry_deadline = None
         try:
-            async with contextlib.aclosing(client.stream(Subscribe(self.since))) as batches:  # type: ignore[type-var]
+            async with contextlib.aclosing(client.stream(Subscribe(self.since))) as batches:
                 async for batch in batches:
                     self._record(batch)
                     yield batch

@@ -166,7 +166,10 @@ class Store(TensorCalls, RemovalCalls):
         pinning.hurry(timeout_s)
 
     def close(self) -> None:
-        """Idempotent. Ends its pins, views and event feeds."""
+        """Idempotent. Ends its pins, views and event feeds. Waits for no master that is away: what that one is not told
+        ends with the connection, or when its time is over.
+        """
+        self.master.begin_close()
         for feed in list(self._feeds):
             feed.close()
         self._views.close()

@@ -38,7 +38,18 @@ def one_each(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def two_each(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two prefill, two decode workers with the small model, and the tour of the live page."""
     model = small_model(tmp_path_factory.mktemp("model") / "small")
-    options = ("--model", str(model), "--random-weights", "--prefill", "2", "--decode", "2", "--tour", "--dram", "256MB")
+    options = (
+        "--model",
+        str(model),
+        "--random-weights",
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--tour",
+        "--dram",
+        "256MB",
+    )
     yield from _shared("two_each", tmp_path_factory, *options, *TAKE_ALL)
 
 

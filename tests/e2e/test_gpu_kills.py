@@ -55,7 +55,7 @@ def kill_in_mid_transfer(service: Service, worker: str, seed: int, after_s: floa
     for thread in threads:
         thread.start()
     time.sleep(after_s)
-    service.kill_and_wait_back(worker, timeout_s=120)
+    service.kill_and_wait_back(worker)
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive(), "a request hangs"
@@ -67,7 +67,7 @@ def kill_rounds(tmp_path: Path, rounds: int) -> None:
     limits = ("--kv", "256MB", "--dram", "1GB", "--max-num-seqs", "4", "--max-batch-tokens", "1024")
     before, shared = free_nbytes(), psutil.virtual_memory().shared
     rng = random.Random(5)
-    with running(tmp_path, *options, *limits, ready_s=240) as service:
+    with running(tmp_path, *options, *limits) as service:
         expected = answer(service, PROMPT)
         running_free = free_nbytes()
         for number in range(rounds):

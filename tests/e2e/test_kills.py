@@ -41,7 +41,7 @@ def test_28_kills_in_150_s(tmp_path: Path) -> None:
     options = ("--model", str(model), "--random-weights", "--prefill", "2", "--decode", "2")
     with running(tmp_path, *options) as service:
         expected = answers(service, 16, body_of)
-        rng, victims = random.Random(11), []
+        rng, victims = random.Random(11), list[str]()
         while len(victims) < 28:
             victims += rng.sample([*POOL_AND_FRONT, "prefill-0", "prefill-1", "decode-0", "decode-1"], 8)
         check(service, storm(service, victims[:28], 150 / 28, expected, body_of, num_clients=4))

@@ -25,9 +25,12 @@ def long_prompt(seed: int, num_tokens: int = 1500) -> list[int]:
 def wait_stored(service: Service, tokens: list[int]) -> None:
     """Putting is behind the answer; a reuse that is asked for must have something to reuse."""
     keys = [object_key(key) for key in keys_of(tokens)]
-    wait_until(
-        lambda: all(service.ask(service.address("master"), STORE, Exist(keys=keys))), "all blocks are in the pool"
-    )
+
+    def are_stored() -> bool:
+        found: list[bool] = service.ask(service.address("master"), STORE, Exist(keys=keys))
+        return all(found)
+
+    wait_until(are_stored, "all blocks are in the pool")
 
 
 def test_after_kill_9_the_pool_answers_for_the_lost_pages(one_each: Service) -> None:

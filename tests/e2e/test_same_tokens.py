@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from e2e_service import Service, keys_of
@@ -118,7 +119,8 @@ def test_one_process_equals_transformers(smollm2: Service, real_tokens: list[lis
     from transformers import AutoModelForCausalLM
 
     path = resolve(MODEL).root
-    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+    model.train(False)
     eos = read_config(resolve(MODEL)).eos_ids
     with torch.inference_mode():
         for prompt, tokens in zip(real_prompts(), real_tokens, strict=True):

@@ -54,7 +54,7 @@ def health(service: Service) -> dict[str, Any]:
 def pid_of(service: Service, name: str) -> int | None:
     """None while no process has that role: one that was killed may go between two looks."""
     try:
-        return service.role(name).pid
+        return int(service.role(name).pid)
     except (AssertionError, psutil.NoSuchProcess):
         return None
 

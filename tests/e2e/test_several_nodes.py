@@ -60,7 +60,7 @@ def samples(service: Service, metric: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for labels, value in re.findall(rf"^{metric}{{(.*)}} (\S+)$", httpx.get(f"{service.url}/metrics").text, re.M):
         names = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        name = names.get("node", names["moonpool_name"])
+        name = str(names.get("node", names["moonpool_name"]))
         found[name] = found.get(name, 0.0) + float(value)
     return found
 

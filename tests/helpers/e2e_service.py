@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -129,7 +129,8 @@ class Service:
     def family(self) -> list[psutil.Process]:
         """The launcher's descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
+            found: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+            return found
         return []
 
     def role(self, name: str) -> psutil.Process:
@@ -207,7 +208,7 @@ class Service:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + text)
         return connection
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """Yield the events of a streamed answer. Raise BrokenStreamError if [DONE] or an error is not the last thing
         that came."""
         last = ""

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from store_pool import MIB, RoleProcess, wait_until
+from store_pool import MIB, RoleProcess
+from waiting import wait_until
 
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
@@ -135,7 +136,10 @@ def stop(process: subprocess.Popen[str]) -> None:
     """SIGSTOP, and wait until no thread of it runs: the signal itself is only a request."""
     process.send_signal(signal.SIGSTOP)
     threads = Path(f"/proc/{process.pid}/task")
-    wait_until(lambda: {stat.read_text().rpartition(")")[2].split()[0] for stat in threads.glob("*/stat")} == {"T"})
+    wait_until(
+        lambda: {stat.read_text().rpartition(")")[2].split()[0] for stat in threads.glob("*/stat")} == {"T"},
+        "it is stopped",
+    )
 
 
 def resume_after(role: LinedProcess | RoleProcess, stopped_s: float) -> Callable[[], None]:
@@ -207,13 +211,13 @@ class EnginePool:
 
     def put_back(self, saved: SavedObjects) -> None:
         """Store again what was lost, so that other tests do not depend on the one that lost it."""
-        wait_until(lambda: not saved.segments & self._segments(saved.values), 60)  # the master has given them up
+        wait_until(lambda: not saved.segments & self._segments(saved.values), "the master has given them up")
 
         def is_stored() -> bool:
             self.store.put_many(saved.values)
             return all(self.store.exist_many(saved.values))
 
-        wait_until(is_stored, 60)
+        wait_until(is_stored, "it is stored")
 
     def _segments(self, keys: Iterable[bytes]) -> set[tuple[str, int]]:
         """Return the segments that have these objects, each with its incarnation."""

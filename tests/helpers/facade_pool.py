@@ -7,10 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from store_pool import MIB, LocalPool
+from store_pool import MIB, LocalPool, patient_config
 
 from moonpool.store import Store
-from moonpool.store.client import ClientConfig
 
 
 class FacadePool(LocalPool):
@@ -21,7 +20,7 @@ class FacadePool(LocalPool):
         self._stores = ExitStack()
 
     def store(self, **settings: Any) -> Store:
-        settings.setdefault("config", ClientConfig(retry_s=10.0))
+        settings.setdefault("config", patient_config())
         return self._stores.enter_context(Store(self.address, **settings))
 
     def close(self) -> None:

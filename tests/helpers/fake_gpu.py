@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -106,13 +107,13 @@ class FakeDevicePieces(DevicePieces):
     def __init__(self, layout: KvLayout, device: FakeDevice) -> None:
         self.layout = layout
         self.layer_run = 1
-        self.device = device
+        self.device = cast(Any, device)
         self.content = np.zeros((layout.num_pages, layout.num_layers, layout.piece_nbytes), np.uint8)
         self._address = self.content.ctypes.data
-        self._kv = SimpleNamespace(tensor=self.content)
+        self._kv = cast(Any, SimpleNamespace(tensor=self.content))
         self.waited_for: list[ReadyPoint] = []
 
-    def mark(self) -> FakeReady:
+    def mark(self) -> Any:
         return FakeReady()
 
     def compute_after(self, ready: ReadyPoint) -> None:
@@ -122,7 +123,7 @@ class FakeDevicePieces(DevicePieces):
         found = [[crc32c(self.content[page, layer]) for layer in layers] for page in pages]
         return np.array(found, np.uint32).reshape(len(pages), len(layers))
 
-    def new_lane(self) -> FakeLane:
+    def new_lane(self) -> Any:
         return FakeLane(self)
 
 

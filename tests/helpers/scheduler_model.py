@@ -26,8 +26,8 @@ def sequence(request_id: str, prompt: int | Seq[int], *, start: int = 0, **more:
     """A sequence of a given prompt, or of a given length; other keywords go to params where they belong."""
     tokens = list(range(start, start + prompt)) if isinstance(prompt, int) else list(prompt)
     params = {k: more.pop(k) for k in list(more) if k in SamplingParams.__struct_fields__}
-    more = {"root": ROOT, "block_tokens": BLOCK_TOKENS} | more
-    return Sequence(request_id, tokens, SamplingParams(**{"max_tokens": 20, **params}), **more)
+    fields: dict[str, Any] = {"root": ROOT, "block_tokens": BLOCK_TOKENS, **more}
+    return Sequence(request_id, tokens, SamplingParams(**{"max_tokens": 20, **params}), **fields)
 
 
 def fold(previous: int, token: int) -> int:

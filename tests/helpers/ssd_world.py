@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -109,7 +109,7 @@ class PowerLoss:
             new = contents.get(inode, old)
             (target / name).write_bytes(_torn(old.ljust(len(new), b"\0"), new.ljust(len(old), b"\0"), rng))
 
-    def _after(self, call):  # type: ignore[no-untyped-def]
+    def _after(self, call: Callable[[int], None]) -> Callable[[int], None]:
         def synced(fd: int) -> None:
             call(fd)
             path = Path(os.readlink(f"/proc/self/fd/{fd}"))

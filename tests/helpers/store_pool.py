@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moonpool.base.clock import VirtualClock
+from waiting import HANG_S, wait_until
+
+from moonpool.base.clock import Clock, VirtualClock
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
+from moonpool.store.client.master_client import MasterClient
 from moonpool.store.messages import SegmentStats
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
 T = TypeVar("T")
 MIB = 1024 * 1024
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """For what another process or thread brings about in its own time."""
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
+# A host that stalls for a moment is no outage: only tests of the silence itself, which pass 0.2, count it as one.
+SILENCE_S = 60.0
 
 
 class LoopThread:
@@ -43,7 +40,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 20.0) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = HANG_S) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:
@@ -52,13 +49,35 @@ class LoopThread:
         self.loop.close()
 
 
-class LocalPool:
-    """A master whose clock the test moves, and nodes with real memory, over real sockets."""
+def patient_config(**settings: Any) -> ClientConfig:
+    """Settings of a client on a machine that runs many tests, which may keep a master waiting."""
+    limits = ("retry_s", "rpc_timeout_s", "silence_s", "connect_timeout_s", "read_timeout_s", "transfer_timeout_s")
+    return ClientConfig(**{**dict.fromkeys(limits, SILENCE_S), **settings})
 
-    def __init__(self, tmp_path: Path, dram_nbytes: int = MIB, num_nodes: int = 1, **rules: Any) -> None:
+
+def break_connection(master: MasterClient) -> None:
+    """The connection of a client to its master ends, and the client has not noticed."""
+    master._rpc._drop()
+
+
+class LocalPool:
+    """A master whose clock the test moves, and nodes with real memory, over real sockets. `as_seen` makes the master's
+    clock from the test's.
+    """
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        dram_nbytes: int = MIB,
+        num_nodes: int = 1,
+        *,
+        as_seen: Callable[[VirtualClock], Clock] = lambda clock: clock,
+        **rules: Any,
+    ) -> None:
         self.tmp_path = tmp_path
         self.address = f"unix:{tmp_path}/m.sock"
         self.clock = VirtualClock()
+        self._master_clock = as_seen(self.clock)
         self.loop = LoopThread()
         self._stack = ExitStack()
         self._rules = {"heartbeat_s": 0.02, "tick_s": 0.01, "segment_ttl_s": 1e9, **rules}
@@ -72,9 +91,8 @@ class LocalPool:
             raise
 
     def start_master(self) -> Master:
-        self.master = Master(
-            MasterConfig(data_dir=str(self.tmp_path / "master"), listen=self.address, **self._rules), self.clock
-        )
+        config = MasterConfig(data_dir=str(self.tmp_path / "master"), listen=self.address, **self._rules)
+        self.master = Master(config, self._master_clock)
         self.loop.run(self.master.start())
         return self.master
 
@@ -97,13 +115,13 @@ class LocalPool:
     def leave_on_ssd(self, node: Node, num_objects: int) -> None:
         """Waits until the node has written that number of objects to its SSD, and starts it again with empty memory."""
         name, config = node.config.name, node.config
-        wait_until(lambda: self._segment(f"{name}.ssd").num_objects >= num_objects, 30)
+        wait_until(lambda: self._segment(f"{name}.ssd").num_objects >= num_objects, f"{num_objects} objects on the SSD")
         self.nodes.remove(node)
         self.loop.run(node.close())
         again = Node(config)
         self.loop.run(again.start())
         self.nodes.append(again)
-        wait_until(lambda: self._segment(f"{name}.ssd").status == "ok", 30)
+        wait_until(lambda: self._segment(f"{name}.ssd").status == "ok", "the SSD is there again")
 
     def _segment(self, name: str) -> SegmentStats:
         return next(each for each in self.on_loop(self.master.state.stats).segments if each.name == name)
@@ -111,8 +129,19 @@ class LocalPool:
     def client(self, *, shm: bool = True, **config: Any) -> Store:
         engine = TransferEngine(TransferConfig(run_dir=str(self.tmp_path / "run"), shm=shm, tcp_host=None))
         self._stack.callback(engine.close)
-        patient = {"retry_s": 10.0, **config}  # a machine that runs many tests may keep a master waiting
-        return self._stack.enter_context(Store(self.address, engine=engine, config=ClientConfig(**patient)))
+        return self._stack.enter_context(Store(self.address, engine=engine, config=patient_config(**config)))
+
+    def break_memory(self, number: int) -> None:
+        """The node's memory cannot be reached any more, as if the node had died: before the master knows."""
+        engine = self.nodes[number]._engine
+        assert engine is not None
+        engine.close()
+
+    def sessions_at(self, number: int) -> list[int]:
+        """The processes that the node knows."""
+        registry = self.nodes[number]._registry
+        assert registry is not None
+        return registry.sessions()
 
     def advance(self, seconds: float) -> None:
         """Moves the master's clock and lets it act on it."""
@@ -120,7 +149,7 @@ class LocalPool:
         self.loop.run(self._tick())
 
     async def _tick(self) -> None:
-        while self.master.state.tick(self.clock.now_s()):
+        while self.master.state.tick(self.master.clock.now_s()):
             pass
 
     def on_loop(self, action: Callable[[], T]) -> T:
@@ -162,18 +191,54 @@ class RoleProcess:
         self.process.kill()
         self.close()
 
-    def finish(self, timeout_s: float = 30.0) -> int:
+    def finish(self, timeout_s: float = HANG_S) -> int:
         code = self.process.wait(timeout_s)
         self.close()
         return code
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
+        """Idempotent. Ends it, also when it is stopped. Raise TimeoutExpired when it had to be killed."""
         assert self.process.stdout is not None
-        self.process.stdout.close()
+        try:
+            if self.process.poll() is None:
+                self.process.terminate()
+                self.process.send_signal(signal.SIGCONT)
+                self.process.wait(HANG_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+
+
+class ProcessPool:
+    """A master and nodes as processes, and Stores on them, all ended by `stack`."""
+
+    def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
+        self.tmp_path, self._stack = tmp_path, stack
+        self.address = f"unix:{tmp_path}/m.sock"
+
+    def start_master(self, **rules: Any) -> RoleProcess:
+        """Start the master, or another one on the same data."""
+        # A node that is away is remembered for so long that no test sees it forgotten.
+        times = {"heartbeat_s": 0.1, "segment_ttl_s": 600.0, "tick_s": 0.01, "lease_s": 0.2}
+        data_dir = str(self.tmp_path / "data")
+        self.master = self.start("master", data_dir=data_dir, listen=self.address, **{**times, **rules})
+        return self.master
+
+    def start_node(self, name: str = "n0", dram_nbytes: int = 4 * MIB, **more: Any) -> RoleProcess:
+        more = {"run_dir": str(self.tmp_path), "retry_s": 0.05, **more}
+        return self.start("node", name=name, master_address=self.address, dram_nbytes=dram_nbytes, **more)
+
+    def start_client(self, role: str, **config: Any) -> RoleProcess:
+        """Start a program that uses the pool (store_role.py)."""
+        return self.start(role, address=self.address, run_dir=str(self.tmp_path), **config)
+
+    def start(self, role: str, **config: Any) -> RoleProcess:
+        process = RoleProcess(role, **config)
+        self._stack.callback(process.close)
+        return process
+
+    def client(self, **config: Any) -> Store:
+        engine = TransferEngine(TransferConfig(run_dir=str(self.tmp_path), tcp_host=None))
+        self._stack.enter_context(engine)
+        return self._stack.enter_context(Store(self.address, engine=engine, config=patient_config(**config)))

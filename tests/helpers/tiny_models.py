@@ -55,7 +55,9 @@ CONFIGS = {
 def save_tiny(name: str, folder: Path, *, shards: bool = False) -> PreTrainedModel:
     """Makes the model, saves it as a Hugging Face folder and returns it."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    make: Any = AutoModelForCausalLM.from_config
+    model: PreTrainedModel = make(CONFIGS[name](), dtype=torch.float32)
+    model.train(False)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "bias" in parameter_name or "norm" in parameter_name:  # else all zeros or ones, and untested

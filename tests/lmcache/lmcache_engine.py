@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_pool import HELPERS, NUM_PROMPT_TOKENS, EngineAnswer, EngineDriver, LinedProcess
-from store_pool import wait_until
+from waiting import wait_until
 
 PYTHON_VARIABLE = "MOONPOOL_LMCACHE_PYTHON"  # of the environment that has LMCache and vLLM; set by make test-lmcache
 CHUNK_TOKENS = 128
@@ -84,7 +84,7 @@ class LmcacheEngine:
         return chunk_hashes(self.records("store"))
 
     def wait_stored(self, num_chunks: int) -> None:
-        wait_until(lambda: len(self.stored()) >= num_chunks, 60)
+        wait_until(lambda: len(self.stored()) >= num_chunks, f"{num_chunks} chunks are stored")
 
     def counters(self) -> dict[str, int]:
         counters: dict[str, int] = json.loads(self.counters_file.read_text()) if self.counters_file.exists() else {}

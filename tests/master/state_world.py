@@ -46,9 +46,9 @@ EVICTED = (RemovalReason.EVICTED_FOR_PUT, RemovalReason.EVICTED_WATERMARK, Remov
 class World(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["lru", "s3fifo", "prefix"]))
     def begin(self, policy: str) -> None:
-        self.rules = PoolRules(**RULES, eviction=policy)
+        self.pool_rules = PoolRules(**RULES, eviction=policy)
         self.now_s, self.epoch, self.last_generation = 0.0, 1, 0
-        self.state = PoolState(self.rules, 1, journalled=True)
+        self.state = PoolState(self.pool_rules, 1, journalled=True)
         restore(self.state, iter(()), 0.0)
         self.nodes = {name: FakeNode(name, has_ssd) for name, has_ssd in NODES.items()}
         self.incarnation = 0
@@ -126,7 +126,7 @@ class World(RuleBasedStateMachine):
         before, held = picture(self.state), held_puts(self.state)
         self.epoch += 1
         self.snapshot = None
-        self.state = PoolState(self.rules, self.epoch, journalled=True)
+        self.state = PoolState(self.pool_rules, self.epoch, journalled=True)
         restore(self.state, iter(self.journal), self.now_s)
         assert picture(self.state) == before
         assert held.items() <= held_puts(self.state).items(), (
@@ -135,11 +135,11 @@ class World(RuleBasedStateMachine):
         self.state.check_integrity()
         self.listener = {key: tier for part in snapshot_keys(self.state.index) for key, tier in part}
         self.state.take_changes()
-        places = set()
+        places: set[tuple[str, int, int]] = set()
         for key, stored in self.stored.items():
             found = self.state.lookup([key], self.now_s, lease=False)[0]
             if found is not None:
-                stored.lease_until_s = self.now_s + self.rules.lease_s
+                stored.lease_until_s = self.now_s + self.pool_rules.lease_s
                 places.update((each.segment, each.incarnation, each.offset) for each in found.replicas)
         # Connections ended with the master, and nobody knows of leases on what had been given up.
         self.claims = [
@@ -247,7 +247,7 @@ class World(RuleBasedStateMachine):
                 self.node_starts(name)
                 self.node_beats(name, True)
             self.state.remove(KEYS, True, self.now_s)
-            self.now_s += self.rules.segment_ttl_s - 1
+            self.now_s += self.pool_rules.segment_ttl_s - 1
             while self.state.tick(self.now_s):
                 pass
         self.state.check_integrity()

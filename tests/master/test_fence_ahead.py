@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from state_pool import G, Pool
-from store_pool import MIB, LocalPool, wait_until
+from store_pool import MIB, LocalPool
+from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import StaleGeneration
 from moonpool.master.state.space import EPOCH_BITS, Generations
@@ -152,7 +153,7 @@ def test_a_stranger_cannot_stamp_what_was_never_given_out(pool: LocalPool, tmp_p
         remote = engine.open(pool.on_loop(lambda: pool.master.state.segments()[0].descriptor))
         for generation in (2**62, AHEAD, pool.master.state.generations.limit + 1):
             with pytest.raises(StaleGeneration, match="given out"):
-                remote.write_from(0, [b"x" * 10_000], generation=generation, timeout_s=5)
+                remote.write_from(0, [b"x" * 10_000], generation=generation, timeout_s=HANG_S)
     assert not any(segment.memory)
     assert pool.client(shm=False).put_objects([Put(b"k", [b"x" * (MIB // 2)])]) == [None]
 
@@ -165,7 +166,7 @@ def test_a_poisoned_fence_heals_and_late_writers_stay_out(pool: LocalPool, shm: 
     assert fence is not None
     late = pool.on_loop(lambda: pool.master.state.generations.last)  # of a writer whose grant has ended
     fence.stamp(0, MIB, AHEAD)
-    wait_until(lambda: not fence.stamps_above(AHEAD - 1))
+    wait_until(lambda: not fence.stamps_above(AHEAD - 1), "the stamps are lowered")
     assert client.get(b"kept") == b"k" * 5000
     free = next(offset for offset in range(0, MIB, 4096) if fence.generation_at(offset) > late)
     with pytest.raises(StaleGeneration):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_pool import MIB, LocalPool
+from waiting import HANG_S
 
-from moonpool.base.rpc import BlockingClient
+from moonpool.base.rpc import BlockingClient, Call
 from moonpool.master.calls import MAX_ANSWERS, MAX_CACHED_CALLS, IdempotencyCache
 from moonpool.store.client import Put
 from moonpool.store.messages import SERVICE, Remove, RemoveMatching
@@ -20,7 +23,7 @@ def test_the_first_is_done_and_the_others_get_its_answer() -> None:
         done.append(number)
         return 10 * number
 
-    assert [cache.once(number, 1, lambda number=number: act(number)) for number in (3, 4, 3, 4)] == [30, 40, 30, 40]
+    assert [cache.once(number, 1, partial(act, number)) for number in (3, 4, 3, 4)] == [30, 40, 30, 40]
     assert done == [3, 4]
     assert [cache.once(0, 1, lambda: act(5)) for _ in range(2)] == [50, 50]
     assert done == [3, 4, 5, 5], "number 0 is none"
@@ -48,15 +51,15 @@ def test_no_more_is_remembered_than_is_stated(num_answers: int, num_kept: int) -
 @pytest.mark.parametrize(
     "call", [Remove(keys=[b"key"], force=True, idempotency_key=5), RemoveMatching(force=True, idempotency_key=5)]
 )
-def test_a_late_copy_does_not_take_what_was_stored_since(tmp_path: Path, call: Remove | RemoveMatching) -> None:
+def test_a_late_copy_does_not_take_what_was_stored_since(tmp_path: Path, call: Call[Any]) -> None:
     pool = LocalPool(tmp_path, MIB)
     try:
         with pool.client() as client:
             assert client.put_objects([Put(b"key", [b"old"])]) == [None]
             line, given_up = (BlockingClient(pool.address, SERVICE) for _ in range(2))
-            answer = line.call(call, timeout_s=5)  # type: ignore[arg-type]
+            answer = line.call(call, timeout_s=HANG_S)
             assert client.put_objects([Put(b"key", [b"new"])]) == [None]
-            assert given_up.call(call, timeout_s=5) == answer  # type: ignore[arg-type]
+            assert given_up.call(call, timeout_s=HANG_S) == answer
             assert client.get_many([b"key"]) == [b"new"]
             line.close()
             given_up.close()

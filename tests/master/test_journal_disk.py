@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from journal_world import BY_HAND, reopened
 from small_disk import remount, small_disk
+from waiting import HANG_S
 
 from moonpool.base.errors import ConfigError, MoonpoolError, NoSpace, Unavailable
 from moonpool.master.journal import Journal, JournalConfig, describe
@@ -33,7 +34,7 @@ def heal(journal: Journal, *chunks: bytes) -> None:
     writer = journal.begin_snapshot()
     for chunk in chunks:
         writer.add(chunk)
-    writer.finish_soon().result(timeout=10)
+    writer.finish_soon().result(HANG_S)
 
 
 def test_a_full_disk_is_told_and_survived(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_what_was_not_written_is_written_when_there_is_room(tmp_path: Path) -> N
         ballast.write_bytes(bytes(50_000))
         journal, _ = Journal.open(disk / "data", BY_HAND)
         count, _ = fill(journal, b"r" * 7001)
-        assert journal.has_unwritten
+        assert bool(journal.has_unwritten)
         with pytest.raises(NoSpace):
             journal.retry_unwritten()
         ballast.unlink()
@@ -256,7 +257,7 @@ def test_records_lost_while_a_snapshot_is_written_spoil_it(tmp_path: Path, monke
         journal.append(b"lost")
     monkeypatch.undo()
     with pytest.raises(Unavailable, match="records were lost while snapshot-1 was written"):
-        writer.finish_soon().result(timeout=10)
+        writer.finish_soon().result(HANG_S)
     heal(journal, b"all")
     assert journal.health().durable
     journal.close()
@@ -302,7 +303,6 @@ def test_with_no_delay_a_record_is_on_disk_before_append_returns(
 
 
 def test_the_background_syncs_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
     synced, real = threading.Event(), os.fdatasync
 
     def sync(fd: int) -> None:
@@ -313,7 +313,7 @@ def test_the_background_syncs_by_itself(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fdatasync", sync)
     for _ in range(2):
         journal.append(b"record")
-        assert synced.wait(10)
+        assert synced.wait(HANG_S)
         synced.clear()
     journal.close()
     journal.close()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_world import BY_HAND, Image, image_of, put_back, reopened, replayed
+from waiting import HANG_S
 
 from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import AlreadyExists, Cancelled, Corrupt, InvalidInput, MoonpoolError, NoSpace, Overloaded
@@ -127,7 +129,7 @@ def test_a_slow_disk_is_told_by_ready_and_never_by_waiting(tmp_path: Path, monke
     journal, _ = Journal.open(tmp_path, JournalConfig(snapshot_queue_nbytes=1000))
     writer = journal.begin_snapshot()
     writer.add(b"x" * 600)
-    assert writer.ready
+    assert bool(writer.ready)
     writer.add(b"y" * 600)
     assert not writer.ready
     with pytest.raises(Overloaded):
@@ -135,7 +137,7 @@ def test_a_slow_disk_is_told_by_ready_and_never_by_waiting(tmp_path: Path, monke
     with pytest.raises(InvalidInput):
         writer.add(b"")
     let_go.set()
-    writer.finish_soon().result(timeout=10)
+    writer.finish_soon().result(HANG_S)
     journal.close()
 
 
@@ -146,12 +148,16 @@ def test_a_crash_anywhere_in_it_is_safe(tmp_path: Path, monkeypatch: pytest.Monk
         table.set(key, key + 1)
     table.journal.sync()
     moments: list[tuple[str, Image]] = []
+
+    def look(call: str) -> None:
+        moments.append((call, image_of(tmp_path / "live")))
+
     for call in ("open", "writev", "fsync", "fdatasync", "rename", "ftruncate", "unlink"):
-        _before(monkeypatch, call, lambda call=call: moments.append((call, image_of(tmp_path / "live"))))
+        _before(monkeypatch, call, partial(look, call))
     writer = snapshot(table)
     table.set(7, 77)
-    writer.finish_soon().result(timeout=10)
-    snapshot(table).finish_soon().result(timeout=10)
+    writer.finish_soon().result(HANG_S)
+    snapshot(table).finish_soon().result(HANG_S)
     expected = dict(table.rows)
     final = image_of(tmp_path / "live")
     monkeypatch.undo()
@@ -176,7 +182,7 @@ def test_it_is_published_only_when_the_journal_beside_it_is_on_disk(
     unsynced = []
     _before(monkeypatch, "rename", lambda: unsynced.append(table.journal.health().unsynced_nbytes))
     assert table.journal.health().unsynced_nbytes > 0
-    writer.finish_soon().result(timeout=10)
+    writer.finish_soon().result(HANG_S)
     monkeypatch.undo()
     table.journal.close()
     assert unsynced[0] == 0
@@ -234,7 +240,7 @@ def two_generations(tmp_path: Path) -> tuple[dict[int, int], Image]:
     for key in range(20):
         table.set(key, key + 1)
     old = image_of(tmp_path / "live")
-    snapshot(table).finish_soon().result(timeout=10)
+    snapshot(table).finish_soon().result(HANG_S)
     table.set(4, 44)
     image = image_of(tmp_path / "live")
     table.journal.close()
@@ -266,7 +272,7 @@ def test_a_snapshot_that_is_not_whole_is_told_when_there_is_no_other_way(tmp_pat
 def test_a_journal_shorter_than_its_snapshot_knows_is_told(tmp_path: Path, size: int) -> None:
     table = Table(tmp_path / "live")
     table.set(1, 1)
-    snapshot(table).finish_soon().result(timeout=10)
+    snapshot(table).finish_soon().result(HANG_S)
     image = image_of(tmp_path / "live")
     table.journal.close()
     image["journal-1"] = image["journal-1"][:size]
@@ -299,11 +305,15 @@ def test_when_one_is_due(
     )
 
 
+def is_due(journal: Journal) -> bool:
+    return journal.should_snapshot
+
+
 def test_one_that_fails_is_cleaned_up_and_tried_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock()
     journal, _ = Journal.open(tmp_path, JournalConfig(snapshot_min_nbytes=10, snapshot_retry_s=5.0), clock)
     journal.append(b"x" * 100)
-    assert journal.should_snapshot
+    assert is_due(journal)
 
     def full(fd: int, parts: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -311,14 +321,14 @@ def test_one_that_fails_is_cleaned_up_and_tried_later(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "writev", full)
     writer = journal.begin_snapshot()
     with pytest.raises(NoSpace, match="snapshot-1"):
-        writer.finish_soon().result(timeout=10)
+        writer.finish_soon().result(HANG_S)
     with pytest.raises(MoonpoolError):
         writer.add(b"more")
     assert names(tmp_path) == {"journal-0", "journal-1"}
-    assert not journal.should_snapshot
+    assert not is_due(journal)
     clock.advance(5.0)
-    assert journal.should_snapshot
+    assert is_due(journal)
     monkeypatch.undo()
-    journal.begin_snapshot().finish_soon().result(timeout=10)
-    assert not journal.should_snapshot
+    journal.begin_snapshot().finish_soon().result(HANG_S)
+    assert not is_due(journal)
     journal.close()

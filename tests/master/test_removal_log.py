@@ -69,7 +69,7 @@ def test_no_step_of_a_snapshot_reads_all_reasons() -> None:
         log.record(b"%d" % number, RemovalReason.REMOVED, 0.0)
     reads: list[int] = []
     original = log.parts
-    log.parts = lambda num_keys: (reads.append(len(part)) or part for part in original(num_keys))  # type: ignore[assignment,func-returns-value,method-assign]
+    log.parts = lambda num_keys: (reads.append(len(part)) or part for part in original(num_keys))  # type: ignore[func-returns-value,method-assign]
     per_step = []
     for _ in snapshot_records(state, 1.0):
         per_step.append(sum(reads))

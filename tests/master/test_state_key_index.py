@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +93,8 @@ def test_no_event_moves_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(200):
         model.add([b"%036d" % (number * 1000 + each) for each in range(1000)])
     assert max(moved) == key_index._MOVED_PER_KEY * 1000
-    assert model.index._old is None or len(model.index._cells) > len(model.index._old)
+    old = model.index._old
+    assert old is None or len(model.index._cells) > len(old)
 
 
 def test_keys_with_half_a_hash_in_common_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,7 @@ def test_keys_with_half_a_hash_in_common_are_told_apart(monkeypatch: pytest.Monk
         def __hash__(self) -> int:
             return 7 << 33 | 5  # all of them: the same cell, the same upper half
 
-    monkeypatch.setattr(key_index, "_tails_of", lambda keys: key_index.np.zeros(len(keys), key_index.np.uint64))
+    monkeypatch.setattr(key_index, "_tails_of", lambda keys: np.zeros(len(keys), np.uint64))
     model = Model()
     keys: list[bytes] = [Key(b"%d" % number) for number in range(40)]
     for key in keys:

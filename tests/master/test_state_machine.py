@@ -44,7 +44,7 @@ class PoolMachine(NodeEvents):
         )
         holder = self.sessions[session] if session < len(self.sessions) else 0
         nbytes = granules * G - 5
-        blocked = {put.key for put in self.open if put.renewed_s + self.rules.put_discard_s > self.now_s}
+        blocked = {put.key for put in self.open if put.renewed_s + self.pool_rules.put_discard_s > self.now_s}
         settled_up_to = self._let_go(holder) if holder and hard % 2 else 0
         try:
             reply = self.state.put_start(
@@ -71,7 +71,7 @@ class PoolMachine(NodeEvents):
             where = reply.replicas[at]
             assert len(where) == replicas if every else len(where) >= 1
             assert len({each.segment for each in where}) == len(where)
-            until_s = FOREVER if holder else self.now_s + self.rules.put_release_s
+            until_s = FOREVER if holder else self.now_s + self.pool_rules.put_release_s
             self._granted(reply.generations[at], where, nbytes, until_s, ("put", reply.generations[at], holder))
             self.open.append(OpenPut(key, reply.generations[at], where, nbytes, holder, options.hard_pin, self.now_s))
 
@@ -86,7 +86,7 @@ class PoolMachine(NodeEvents):
         up_to = min(mine) - 1 if mine else self.last_generation
         for claim in self.claims:
             if claim.owner[0] == "put" and claim.owner[2] == session and claim.owner[1] <= up_to:  # type: ignore[operator]
-                claim.until_s = min(claim.until_s, self.now_s + self.rules.put_release_s)
+                claim.until_s = min(claim.until_s, self.now_s + self.pool_rules.put_release_s)
         return up_to
 
     @rule(keys=some_keys, granules=st.integers(1, 3), replicas=st.integers(1, 2), replace=st.booleans())
@@ -120,7 +120,7 @@ class PoolMachine(NodeEvents):
     def _renew_claims(self, put: OpenPut) -> None:
         for claim in self.claims:
             if claim.owner[:2] == ("put", put.generation) and not put.session:
-                claim.until_s = self.now_s + self.rules.put_release_s
+                claim.until_s = self.now_s + self.pool_rules.put_release_s
 
     def _end(self, put: OpenPut, partly: bool) -> None:
         failed = (put.replicas[0].segment,) if partly else ()
@@ -148,7 +148,7 @@ class PoolMachine(NodeEvents):
             if found is None:
                 continue
             self._leased(found.key)
-            until_s = self.now_s + self.rules.lease_s
+            until_s = self.now_s + self.pool_rules.lease_s
             self.claims += claims_on(
                 found.replicas, found.nbytes, until_s, ("lease", found.key, self.stored[found.key].generation)
             )
@@ -168,7 +168,7 @@ class PoolMachine(NodeEvents):
                 self._leased(key)
 
     def _leased(self, key: bytes) -> None:
-        self.stored[key].lease_until_s = self.now_s + self.rules.lease_s
+        self.stored[key].lease_until_s = self.now_s + self.pool_rules.lease_s
 
     @rule(key=st.sampled_from(KEYS), connection=st.integers(1, 2), closes=st.booleans())
     def pin_by_connection(self, key: bytes, connection: int, closes: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from state_pool import Pool
 
@@ -9,7 +11,7 @@ from moonpool.base.errors import Corrupt, DeadlineExceeded, NoSpace
 from moonpool.store import messages as m
 
 
-def copying(**rules: float) -> tuple[Pool, m.Order]:
+def copying(**rules: Any) -> tuple[Pool, m.Order]:
     """An object on a, and the order to copy it to b."""
     pool = Pool("a", "b", **rules)
     pool.put(b"k", 2, preferred=("a.dram",))

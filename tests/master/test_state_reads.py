@@ -188,7 +188,8 @@ def test_listeners_hear_the_latest_word_about_a_key() -> None:
     assert changes is not None
     assert set(changes.stored) == {b"1", b"3"}
     assert changes.removed == (b"2",)
-    assert changes.moved == changes.tiers == ()
+    assert changes.moved == ()
+    assert changes.tiers == ()
     assert pool.state.take_changes() is None
     pool.corrupt(b"3", "a.dram")
     changes = pool.state.take_changes()

@@ -4,6 +4,9 @@ that know more than it does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import pytest
 from state_pool import SESSION, G, Pool, descriptor
@@ -19,7 +22,7 @@ from moonpool.store import messages as m
 SIZES = {b"%d" % number: number % 3 + 1 for number in range(6)}
 
 
-def filled(*nodes: str, **rules: float) -> Pool:
+def filled(*nodes: str, **rules: Any) -> Pool:
     pool = Pool(*nodes or ("a",), granules=30, lease_s=10, **rules)
     for key, granules in SIZES.items():
         pool.put(key, granules)
@@ -271,17 +274,16 @@ def test_a_snapshot_and_the_journal_since_it_began_are_the_truth(small_steps: No
     steps = snapshot_records(pool.state, pool.now_s)
     written = list(next(steps))
     pool.journal = []
-    for at, change in enumerate(
-        [
-            lambda: pool.end(replaced),
-            lambda: pool.remove(b"0"),
-            lambda: pool.put(b"0", 3),
-            lambda: (pool.remove(b"4", force=True), pool.put(b"4", 1)),
-            lambda: pool.corrupt(b"5", pool.places(b"5")[0]),
-            lambda: pool.put(b"new"),
-            lambda: pool.carry_out("a", "b"),
-        ]
-    ):
+    changes: list[Callable[[], object]] = [
+        lambda: pool.end(replaced),
+        lambda: pool.remove(b"0"),
+        lambda: pool.put(b"0", 3),
+        lambda: (pool.remove(b"4", force=True), pool.put(b"4", 1)),
+        lambda: pool.corrupt(b"5", pool.places(b"5")[0]),
+        lambda: pool.put(b"new"),
+        lambda: pool.carry_out("a", "b"),
+    ]
+    for at, change in enumerate(changes):
         change()
         pool.check()
         if at % 2 == 0:

@@ -48,8 +48,10 @@ def test_the_tree_with_uses_and_what_goes_next(eviction: str, limit: int) -> Non
     if eviction == "prefix":
         assert [found[key].uses for key in (*hot, *cold)] == [3, 3, 3, 3, 0, 0, 0]
     if eviction != "s3fifo":
-        assert found[cold[-1]].rank is not None
-        assert found[cold[-1]].rank < found[hot[-1]].rank, "the cold conversation goes first"
+        first, last = found[cold[-1]].rank, found[hot[-1]].rank
+        assert first is not None
+        assert last is not None
+        assert first < last, "the cold conversation goes first"
 
 
 def test_what_is_leased_or_pinned_is_kept() -> None:

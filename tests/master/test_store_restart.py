@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from store_pool import LocalPool, wait_until
+from store_pool import LocalPool
+from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import AlreadyExists, MoonpoolError, NoSpace, Unavailable
 from moonpool.master.journal.frames import JournalFile
@@ -32,13 +33,13 @@ def test_puts_ride_through_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The master is back and cannot place anything before its nodes have spoken: who can wait sees nothing of it."""
     pool = LocalPool(tmp_path)
     try:
-        client, hasty = pool.client(rpc_timeout_s=60.0), pool.client(retry_s=0.05)
+        client, hasty = pool.client(rpc_timeout_s=HANG_S, retry_s=HANG_S), pool.client(retry_s=0.05)
         assert client.put(b"old", b"1")
         assert hasty.put(b"other", b"1")
         held = held_recounts(pool, monkeypatch)
         pool.loop.run(pool.master.close())
         pool.start_master()
-        wait_until(lambda: bool(held))
+        wait_until(lambda: bool(held), "the node is asked to recount")
         with pytest.raises(Unavailable, match="nodes are being recounted"):
             hasty.put(b"new", b"1")
         before = client.stats().counters["refused"]
@@ -46,10 +47,10 @@ def test_puts_ride_through_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyP
         puts = [Put(b"old", [b"2"]), Put(b"new", [b"2"]), Put(b"more", [b"3"])]
         putting = threading.Thread(target=lambda: outcomes.append(client.put_objects(puts)))
         putting.start()
-        wait_until(lambda: client.stats().counters["refused"] >= before + 12)
+        wait_until(lambda: client.stats().counters["refused"] >= before + 12, "the puts are refused")
         assert not outcomes
         pool.on_loop(held[0])
-        putting.join(20)
+        putting.join(HANG_S)
         assert isinstance(outcomes[0][0], AlreadyExists)
         assert outcomes[0][1:] == [None, None]
         assert [client.get(key) for key in (b"old", b"new", b"more")] == [b"1", b"2", b"3"]
@@ -61,18 +62,18 @@ def test_puts_ride_through_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_put_that_waits_ends_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = LocalPool(tmp_path)
     try:
-        client = pool.client(retry_s=10.0)
+        client = pool.client(retry_s=600.0, rpc_timeout_s=600.0)
         assert client.put(b"old", b"1")
         held = held_recounts(pool, monkeypatch)
         pool.loop.run(pool.master.close())
         pool.start_master()
-        wait_until(lambda: bool(held))
+        wait_until(lambda: bool(held), "the node is asked to recount")
         outcomes: list[list[MoonpoolError | None]] = []
         putting = threading.Thread(target=lambda: outcomes.append(client.put_objects([Put(b"new", [b"2"])])))
         putting.start()
-        wait_until(lambda: pool.master.state.stats().counters["refused"] >= 2)
+        wait_until(lambda: pool.master.state.stats().counters["refused"] >= 2, "the put is asked for again")
         client.close()
-        putting.join(5)
+        putting.join(HANG_S / 2)
         assert isinstance(outcomes[0][0], Unavailable)
     finally:
         pool.close()
@@ -135,9 +136,9 @@ def test_an_end_that_was_not_written_down_is_written_later(tmp_path: Path) -> No
         with full_disk(), pytest.raises(NoSpace, match="journal"):
             client.piece_puts.finish([session])
         pool.advance(700)
-        wait_until(lambda: client.stats().num_objects == 1)
+        wait_until(lambda: client.stats().num_objects == 1, "the object is there")
         journal = pool.master.pool.journal
-        wait_until(lambda: journal.health().durable)  # written again, or by a snapshot that is complete
+        wait_until(lambda: journal.health().durable, "it is written again, or a snapshot is complete")
         pool.loop.run(pool.master.close())
         pool.start_master()
         assert client.get(b"k") == b"123"

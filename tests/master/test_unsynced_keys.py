@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from state_pool import Pool
+from waiting import wait_until
 
 from moonpool.master.journal.journal import Journal, JournalConfig
-from moonpool.master.journal.sync_thread import least_pause_s
+from moonpool.master.journal.sync_thread import SyncThread, least_pause_s
 from moonpool.master.state import unsynced
 from moonpool.master.state.unsynced import UnsyncedKeys
 from moonpool.store.messages import PutOptions
@@ -119,6 +121,11 @@ def test_a_restarted_master_lets_nothing_be_remembered_before_its_journal_is_on_
     assert remembered_s(pool) == 10.0
 
 
+def is_empty(entries: UnsyncedKeys) -> bool:
+    """Whether it takes no memory."""
+    return not entries.keys and not entries._by_entry
+
+
 def test_keys_are_forgotten_when_they_are_synced() -> None:
     entries, num_synced = UnsyncedKeys(), 1
     entries.num_synced = lambda: num_synced
@@ -136,8 +143,7 @@ def test_keys_are_forgotten_when_they_are_synced() -> None:
     num_synced = 11
     assert entries.update()
     assert b"always" not in entries.keys
-    assert not entries._entry_of
-    assert not entries._by_entry
+    assert is_empty(entries)
 
 
 def test_a_disk_that_does_not_answer_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +153,7 @@ def test_a_disk_that_does_not_answer_fills_no_memory(monkeypatch: pytest.MonkeyP
     for number in range(101):
         entries.add([b"%d" % number])
         entries.num_entries += 1
-    assert not entries._entry_of
-    assert not entries._by_entry
+    assert is_empty(entries)
     num_synced = entries.num_entries - 1
     assert not entries.update(), "no key may be remembered"
     num_synced = entries.num_entries
@@ -176,17 +181,27 @@ def test_the_journal_counts_what_is_on_disk(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_the_journal_is_synced_soon_when_a_reader_asks(tmp_path: Path) -> None:
+def is_synced_up_to(journal: Journal, entry: int) -> bool:
+    return journal.num_synced >= entry
+
+
+def lose(journal: Journal) -> None:
+    """As if a write had failed."""
+    journal._lost(OSError(5, "Input/output error"))
+
+
+def test_the_journal_is_synced_soon_when_a_reader_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = open_journal(tmp_path, sync_s=3600.0)
     for number in range(3):
         journal.append(b"one")
         journal.sync_soon()
-        while journal.num_synced < number + 2:  # the test's own time limit ends it otherwise
-            journal._sync_thread._thread.join(0.01)
-    journal._lost(OSError(5, "Input/output error"))
+        wait_until(partial(is_synced_up_to, journal, number + 2), "it is synced")
+    lose(journal)
     journal.append(b"two")
+    hurried: list[SyncThread] = []
+    monkeypatch.setattr(SyncThread, "hurry", hurried.append)
     journal.sync_soon()
-    assert not journal._sync_thread._is_urgent.is_set(), "after a loss a sync proves nothing"
+    assert not hurried, "after a loss a sync proves nothing"
     journal.close()
 
 
@@ -203,8 +218,7 @@ def test_what_a_master_finds_is_synced_though_nothing_is_appended(tmp_path: Path
     journal.append(b"one")
     journal.close()
     again = open_journal(tmp_path, sync_s=0.001)
-    while again.num_synced == 0:  # the test's own time limit ends it otherwise
-        again._sync_thread._thread.join(0.01)
+    wait_until(lambda: is_synced_up_to(again, 1), "it is synced")
     assert again.num_synced == 1
     again.close()
 
@@ -212,7 +226,7 @@ def test_what_a_master_finds_is_synced_though_nothing_is_appended(tmp_path: Path
 def test_records_behind_a_lost_one_are_not_on_disk(tmp_path: Path) -> None:
     journal = open_journal(tmp_path, sync_s=3600.0)
     journal.sync()
-    journal._lost(OSError(5, "Input/output error"))
+    lose(journal)
     journal.append(b"one")
     journal.sync()
     assert journal.num_synced == 1

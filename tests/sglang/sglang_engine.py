@@ -10,7 +10,7 @@ from typing import Any
 
 from engine_pool import HELPERS, NUM_PROMPT_TOKENS, EngineAnswer, EngineDriver
 from sglang_driver import PAGE_TOKENS
-from store_pool import wait_until
+from waiting import wait_until
 
 PYTHON_VARIABLE = "MOONPOOL_SGLANG_PYTHON"  # of the environment that has SGLang; set by make test-sglang
 OBJECTS = NUM_PROMPT_TOKENS // PAGE_TOKENS * 2  # of each prompt: K and V of each page
@@ -72,7 +72,7 @@ class SglangEngine:
         return object_hashes(self.records("put"), lambda code: code == 0)
 
     def wait_stored(self, num_objects: int) -> None:
-        wait_until(lambda: len(self.stored()) >= num_objects, 60)
+        wait_until(lambda: len(self.stored()) >= num_objects, f"{num_objects} objects are stored")
 
     def counters(self) -> dict[str, int]:
         """Return the store's counters after the last call."""

@@ -19,7 +19,6 @@ from moonpool.node.ssd_tier import offset_of
 from moonpool.store.client.remote_read import _MAX_NBYTES, DiskRead, RemoteObject, _neighbours
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer import TransferConfig, TransferEngine, aligned_buffer
-from moonpool.transfer.disk import disk as disk_module
 from moonpool.transfer.transports.base import RemoteSegment
 from moonpool.transfer.transports.file.folder import FolderSegment
 
@@ -100,7 +99,7 @@ def test_neighbours_come_by_one_request(
         requests.append(offset)
         return preadv(fd, views, offset)
 
-    monkeypatch.setattr(disk_module.os, "preadv", counting)
+    monkeypatch.setattr(os, "preadv", counting)
     _, found = read(remote, peer, objects)
     assert len(found) == 8
     assert len(requests) == 1
@@ -152,7 +151,8 @@ def test_an_owner_that_is_gone_is_a_failure(
 
 @given(st.lists(st.tuples(st.integers(1, 3 * 256), st.booleans()), max_size=40))
 def test_groups_are_all_and_without_gaps(sizes: list[tuple[int, bool]]) -> None:
-    objects, at = [], 0
+    objects: list[RemoteObject] = []
+    at = 0
     for num_pages, has_gap in sizes:
         at += 4096 if has_gap else 0
         nbytes = (1 + num_pages) * 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from facade_pool import FacadePool, facade_pool
-from store_pool import wait_until
+from waiting import wait_until
 
 from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import BreakerOpen
@@ -71,7 +72,7 @@ def test_a_read_of_a_new_object_brings_its_record_to_the_disk(
     for key in (b"1", b"2", b"3"):
         writer.put(key, b"v")
         assert reader.get(key) == b"v"
-        wait_until(lambda: journal.num_synced == journal._num_appended)
+        wait_until(lambda: journal.num_synced == journal._num_appended, "all is synced")
         assert reader.get(key) == b"v"
         asked = Calls(reader, monkeypatch)
         assert reader.get(key) == b"v"
@@ -180,7 +181,7 @@ def test_who_remembers_a_hot_object_finds_its_new_replica(tmp_path: Path, monkey
             (info,) = pool.on_loop(lambda: pool.master.state.locate([b"k"], pool.clock.now_s()))
             return info is not None and len(info.replicas) == 2
 
-        wait_until(is_copied)
+        wait_until(is_copied, "it is copied")
         assert asked.kinds == ["RenewLeases"] * 3
         for _ in range(3):
             assert reader.get("k") == b"v"
@@ -209,6 +210,16 @@ def test_no_value_is_read_that_its_key_no_longer_has(pool: FacadePool, reader: S
         assert reader.get("k") == (None if how in ("remove", "remove matching") else new)
 
 
+@pytest.fixture
+def short_turns() -> Iterator[None]:
+    """Threads that read mapped memory keep Python's lock for a whole turn, and a call of the writer takes many."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(before / 50)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("short_turns")
 def test_threads_read_current_values_while_they_change(pool: FacadePool, reader: Store) -> None:
     writer, latest, wrong = pool.store(), [0], list[bytes | None]()
     writer.upsert("k", b"%06d" % 0 * 500)

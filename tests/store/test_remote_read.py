@@ -11,8 +11,9 @@ import pytest
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, PeerLost, Unauthorized
 from moonpool.base.object_header import ALIGN_NBYTES, pack_header
-from moonpool.store.client.remote_read import PREFIX_NBYTES, RemoteObject, RemoteRead
+from moonpool.store.client.remote_read import RemoteObject, RemoteRead
 from moonpool.store.client.transfer_window import BUNDLE_NBYTES
+from moonpool.store.client.verified_read import PREFIX_NBYTES
 from moonpool.store.messages import ObjectInfo, Placement
 from moonpool.transfer import TransferConfig, TransferEngine
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_views

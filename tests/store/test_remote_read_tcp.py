@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from store_pool import MIB, LocalPool
+from waiting import HANG_S
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput
@@ -14,8 +15,8 @@ from moonpool.store import Store
 from moonpool.store.client import Put
 from moonpool.transfer.memory.fence import Fence
 from moonpool.transfer.memory.segment import Segment
-from moonpool.transfer.transports.tcp.connection import GATHER_NBYTES
 from moonpool.transfer.transports.tcp.lanes import LanePool
+from moonpool.transfer.transports.tcp.read_runs import GATHER_NBYTES
 from moonpool.transfer.transports.tcp.transport import TcpRemote, TcpTransport
 
 SIZES = [1, 4000, GATHER_NBYTES + 1, MIB, 100]
@@ -84,11 +85,11 @@ def test_space_that_was_given_away_is_told(nbytes: int, lost_at: int, monkeypatc
             confirm(self, offset, nbytes, generation)
 
         monkeypatch.setattr(Fence, "confirm", confirm_once)
-        remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=5)
+        remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=HANG_S)
         assert remote.checks_generation
         first, second = bytearray(nbytes), bytearray(nbytes)
         items = [(0, first, 7), (MIB // 2, second, 7)]
-        assert list(remote.read_expecting([items, [(MIB // 2, second, 7)]], timeout_s=5)) == [{0}, set()]
+        assert list(remote.read_expecting([items, [(MIB // 2, second, 7)]], timeout_s=HANG_S)) == [{0}, set()]
         transport.close()
 
 
@@ -96,11 +97,11 @@ def test_an_unfenced_segment_is_read_without_generations() -> None:
     transport = TcpTransport()
     with Segment.allocate("s", MIB, incarnation=1) as segment:
         descriptor = _descriptor(segment, transport.serve(segment))
-        remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=5)
+        remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=HANG_S)
         assert not remote.checks_generation
         with pytest.raises(InvalidInput, match="no generations"):
-            list(remote.read_expecting([[(0, bytearray(10), 7)]], timeout_s=5))
-        remote.read_into(0, [bytearray(10)], timeout_s=5)
+            list(remote.read_expecting([[(0, bytearray(10), 7)]], timeout_s=HANG_S))
+        remote.read_into(0, [bytearray(10)], timeout_s=HANG_S)
         transport.close()
 
 

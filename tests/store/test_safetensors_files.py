@@ -64,7 +64,7 @@ def test_there_and_back(store: Store, tmp_path: Path) -> None:
     assert sorted(keys) == sorted(f"m/{name}" for name in wanted)
     assert steps[-1][0] == steps[-1][1] > 3_000_000
     got = store.get_tensors([f"m/{name}" for name in wanted], like="torch")
-    same(dict(zip(wanted, got, strict=True)), wanted)
+    same({name: each for name, each in zip(wanted, got, strict=True) if each is not None}, wanted)
 
     store.put("other", b"not of the model")
     out = tmp_path / "out.safetensors"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_pool import LocalPool, wait_until
+from store_pool import LocalPool
+from waiting import wait_until
 
 from moonpool.base.errors import AlreadyExists, InvalidInput, MoonpoolError
 from moonpool.base.object_header import ObjectKind
@@ -84,7 +85,7 @@ def test_an_object_that_lacks_a_writers_pieces_is_not_stored(pool: LocalPool) ->
     [error] = SharedPuts(owner.piece_puts).end(shared, [put])
     assert isinstance(error, InvalidInput)
     assert owner.get(b"k") is None
-    wait_until(lambda: num_puts(pool) == 0 and used(pool) == 0)
+    wait_until(lambda: num_puts(pool) == 0 and used(pool) == 0, "the put ends and its space is free")
 
 
 @pytest.mark.parametrize("owner_dies", [False, True])
@@ -99,7 +100,7 @@ def test_space_is_free_only_when_the_last_writer_has_left(pool: LocalPool, owner
     write(joined, OTHERS)  # it may still write, and nobody else has the space
     assert used(pool) > 0
     SharedPuts(other.piece_puts).leave(shared.session)
-    wait_until(lambda: num_puts(pool) == 0 and used(pool) == 0)
+    wait_until(lambda: num_puts(pool) == 0 and used(pool) == 0, "the put ends and its space is free")
 
 
 def test_a_writer_that_dies_lets_go(pool: LocalPool) -> None:
@@ -109,14 +110,14 @@ def test_a_writer_that_dies_lets_go(pool: LocalPool) -> None:
     SharedPuts(owner.piece_puts).end(shared, [])
     assert used(pool) > 0
     other.close()
-    wait_until(lambda: num_puts(pool) == 0 and used(pool) == 0)
+    wait_until(lambda: num_puts(pool) == 0 and used(pool) == 0, "the put ends and its space is free")
 
 
 def test_a_session_that_is_over_cannot_be_joined(pool: LocalPool) -> None:
     owner, other = pool.client(), pool.client()
     shared, put = begin(owner)
     SharedPuts(owner.piece_puts).end(shared, [])
-    wait_until(lambda: num_puts(pool) == 0)
+    wait_until(lambda: num_puts(pool) == 0, "the put ends")
     joined = join(other, shared, put)
     with pytest.raises(MoonpoolError):
         write(joined, OTHERS)

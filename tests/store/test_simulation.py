@@ -6,21 +6,36 @@ import gc
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from severe import SevereError
 from simulation.sim_mutations import MUTATIONS, planted
 from simulation.sim_patches import simulated
 from simulation.sim_run import LEAST_EVENTS, Outcome, run_seed
+from waiting import HANG_S
 
-NUM_SEEDS, NUM_SOAK_SEEDS = 500, 10_000
-NUM_STORMS, NUM_SOAK_STORMS = 100, 5_100
+NUM_SEEDS, NUM_SOAK_SEEDS = 350, 10_000
+NUM_STORMS, NUM_SOAK_STORMS = 100, 5_000
 PER_TEST = 50  # so that workers share them evenly, and a failure names few
-QUICK_MUTATIONS = ("puts are not journalled", "removed records are adopted", "views are not pinned")
-# Found by one storm in fifty to a hundred; one of the first here does.
+# What failed once, in `make soak` or elsewhere, is run by every `make test` from then on.
+FAILED_SEEDS: tuple[int, ...] = ()
+FAILED_STORMS: tuple[int, ...] = ()
+# The long run takes other seeds on each day.
+ROTATED = int(time.time() // 86_400) * NUM_SOAK_SEEDS
+# Where to look for planted bugs: one of the first seeds here finds each.
+QUICK_MUTATIONS = {
+    "puts are not journalled": range(4, 204),
+    "removed records are adopted": range(32, 232),
+    "views are not pinned": range(3, 203),
+}
+# Found by one storm in fifty to some hundreds.
 STORM_MUTATIONS = {
     "unanswered recounts are forgotten": range(15, 315),
-    "what is not synced is remembered": range(300),
+    "what is not synced is remembered": range(3, 303),
+    "memory is mounted again as it is": range(373, 673),
 }
 ROOT = Path(__file__).parents[2]
 
@@ -30,10 +45,12 @@ def check(outcomes: list[Outcome], option: str = "") -> None:
     if failed:
         command = f"python -m tests.store.simulation {option}SEED"
         seeds = ", ".join(str(outcome.seed) for outcome in failed)
-        raise AssertionError(f"replay with {command}: {seeds}") from failed[0].failure
+        kept = f"add it to {'FAILED_STORMS' if option else 'FAILED_SEEDS'} in {Path(__file__).name}"
+        # On virtual time, so no excuse.
+        raise SevereError(f"replay with {command}, and {kept}: {seeds}") from failed[0].failure
 
 
-def run_seeds(seeds: range, is_storm: bool = False) -> list[Outcome]:
+def run_seeds(seeds: Sequence[int], is_storm: bool = False) -> list[Outcome]:
     outcomes = []
     with simulated():
         for seed in seeds:
@@ -51,11 +68,16 @@ def test_seeds(first: int) -> None:
     assert not few, "every seed is a history worth the name"
 
 
+def test_seeds_that_failed_once() -> None:
+    check(run_seeds(FAILED_SEEDS))
+    check(run_seeds(FAILED_STORMS, is_storm=True), "--storm ")
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(NUM_SEEDS, NUM_SOAK_SEEDS, 10 * PER_TEST))
+@pytest.mark.parametrize("first", range(0, NUM_SOAK_SEEDS, 10 * PER_TEST))
 def test_many_seeds(first: int) -> None:
-    check(run_seeds(range(first, first + 10 * PER_TEST)))
+    check(run_seeds(range(ROTATED + first, ROTATED + first + 10 * PER_TEST)))
 
 
 @pytest.mark.parametrize("first", range(0, NUM_STORMS, PER_TEST))
@@ -65,9 +87,9 @@ def test_storms(first: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(NUM_STORMS, NUM_SOAK_STORMS, 10 * PER_TEST))
+@pytest.mark.parametrize("first", range(0, NUM_SOAK_STORMS, 10 * PER_TEST))
 def test_many_storms(first: int) -> None:
-    check(run_seeds(range(first, first + 10 * PER_TEST), is_storm=True), "--storm ")
+    check(run_seeds(range(ROTATED + first, ROTATED + first + 10 * PER_TEST), is_storm=True), "--storm ")
 
 
 def find(name: str, seeds: range, is_storm: bool = False) -> int | None:
@@ -76,9 +98,17 @@ def find(name: str, seeds: range, is_storm: bool = False) -> int | None:
         return next((seed for seed in seeds if run_seed(seed, is_storm=is_storm).failure is not None), None)
 
 
+def test_every_bug_can_be_planted() -> None:
+    """What is patched is still there: the long run alone looks for all of them."""
+    with simulated():
+        for name in MUTATIONS:
+            with planted(name):
+                pass
+
+
 @pytest.mark.parametrize("name", QUICK_MUTATIONS)
 def test_planted_bugs_are_found(name: str) -> None:
-    assert find(name, range(200)) is not None
+    assert find(name, QUICK_MUTATIONS[name]) is not None
 
 
 @pytest.mark.parametrize("name", STORM_MUTATIONS)
@@ -90,7 +120,7 @@ def test_storms_find_planted_bugs(name: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", sorted(set(MUTATIONS) - {*QUICK_MUTATIONS, *STORM_MUTATIONS}))
 def test_all_planted_bugs_are_found(name: str) -> None:
-    assert find(name, range(2 * NUM_SEEDS)) is not None
+    assert find(name, range(1000)) is not None
 
 
 def test_a_seed_has_one_history() -> None:
@@ -106,7 +136,7 @@ def replay(*arguments: str, hash_seed: str = "0") -> str:
     command = [sys.executable, "-m", "tests.store.simulation", *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     return subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=60, check=True, capture_output=True, text=True
+        command, cwd=ROOT, env=environment, timeout=HANG_S, check=True, capture_output=True, text=True
     ).stdout
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from facade_pool import FacadePool, facade_pool
-from store_pool import MIB, wait_until
+from store_pool import MIB
+from waiting import wait_until
 
 from moonpool.base.errors import StaleGeneration
 from moonpool.store import Store
@@ -109,7 +110,7 @@ def test_two_threads_copy_and_checksum_a_large_object(
     writer, reader, rng = pool.store(shm=True), pool.store(), random.Random(3)
     values = {f"k{number}": rng.randbytes(nbytes) for number in range(6)}
     asked, threads = Calls(writer, monkeypatch), []
-    engine = writer._puts._tools.engine
+    engine = writer.piece_puts.tools.engine
     original = engine.call_on_thread
 
     def call_on_thread(act: Any) -> Any:
@@ -154,7 +155,7 @@ def test_a_large_put_asks_first_after_a_key_was_taken(pool: FacadePool, monkeypa
         assert not writer.put(f"k{number}", b"n" * MIB)
     assert asked.kinds == {"PutAt": 1, "PutStart": 2}  # it was written once in vain
     assert writer.get("k2") == bytes(MIB)
-    wait_until(lambda: not writer.put("k0", b"n" * MIB) and asked.kinds["PutAt"] == 2)  # asks first for a second only
+    wait_until(lambda: not writer.put("k0", b"n" * MIB) and asked.kinds["PutAt"] == 2, "it does not ask first for long")
 
 
 def test_what_is_not_used_is_given_back(pool: FacadePool, writer: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +164,8 @@ def test_what_is_not_used_is_given_back(pool: FacadePool, writer: Store, monkeyp
     monkeypatch.setattr(ahead, "_RENEW", 0.0)
     for number in range(3):
         writer.put(f"k{number}", b"v")
-    wait_until(lambda: ahead_nbytes(writer) == 0)
-    wait_until(lambda: not any(each.name == "store-ahead" for each in threading.enumerate()))
+    wait_until(lambda: ahead_nbytes(writer) == 0, "all is given back")
+    wait_until(lambda: not any(each.name == "store-ahead" for each in threading.enumerate()), "the thread ends")
     for number in range(3):
         assert writer.put(f"l{number}", b"v")
     assert ahead_nbytes(writer) > 0

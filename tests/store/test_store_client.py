@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_pool import MIB, LocalPool, wait_until
+from store_pool import MIB, LocalPool
+from waiting import HANG_S, wait_until
 
 from moonpool.base.clock import VirtualClock
 from moonpool.base.descriptor import SegmentDescriptor
@@ -215,7 +216,7 @@ def test_a_view_pins_until_its_last_array_is_gone(near: Store) -> None:
     assert near.remove_many([b"k"]) == [False]
     assert bytes(part) == b"x" * 5
     del part
-    wait_until(lambda: not is_pinned(near, b"k"))
+    wait_until(lambda: not is_pinned(near, b"k"), "the pin ends")
 
 
 def is_pinned(client: Store, key: bytes) -> bool:
@@ -231,7 +232,7 @@ def test_beyond_the_limit_views_are_copies(pool: LocalPool, near: Store) -> None
     assert (first.is_copy, second.is_copy) == (False, True)
     assert bytes(second.pieces[0]) == b"b" * 6000
     first.close()
-    wait_until(lambda: not view_of(client, b"b").is_copy)
+    wait_until(lambda: not view_of(client, b"b").is_copy, "there is room for a view")
     client.close()
 
 
@@ -269,7 +270,7 @@ def test_the_end_of_a_client_ends_its_views(pool: LocalPool, near: Store) -> Non
     view = view_of(other, b"k")
     assert is_pinned(near, b"k")
     other.close()
-    wait_until(lambda: not is_pinned(near, b"k"))
+    wait_until(lambda: not is_pinned(near, b"k"), "the pin ends")
     assert bytes(view.pieces[0]) == bytes(100), "readable still, though nobody promises for how long"
 
 
@@ -316,16 +317,15 @@ def test_renewing_by_hand(slow_pool: LocalPool) -> None:
 
 
 def test_puts_and_views_of_a_process_are_known_to_the_node(slow_pool: LocalPool) -> None:
-    registry = slow_pool.nodes[0]._registry
     reader = slow_pool.client()
     reader.get(b"k")
-    assert registry.sessions() == [], "who only copies holds nothing"
+    assert slow_pool.sessions_at(0) == [], "who only copies holds nothing"
     reader.put(b"k", b"1")
-    assert len(registry.sessions()) == 1
+    assert len(slow_pool.sessions_at(0)) == 1
     slow_pool.client(shm=False).put(b"far", b"1")
-    assert len(registry.sessions()) == 1, "nor does who writes by tcp"
+    assert len(slow_pool.sessions_at(0)) == 1, "nor does who writes by tcp"
     reader.close()
-    wait_until(lambda: registry.sessions() == [])
+    wait_until(lambda: slow_pool.sessions_at(0) == [], "the node sees the end of the client")
 
 
 def test_memory_before_disks_and_here_before_there(tmp_path: Path) -> None:
@@ -378,13 +378,13 @@ def test_objects_of_several_nodes_are_read_at_the_same_time(tmp_path: Path) -> N
         both, read_segment = threading.Barrier(2), BatchRead._read_segment
 
         def meet(self: BatchRead, *arguments: Any) -> None:
-            both.wait(30)
+            both.wait(HANG_S)
             read_segment(self, *arguments)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BatchRead, "_read_segment", meet)
             assert client.get_many(values) == list(values.values())
-        pool.nodes[1]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
+        pool.break_memory(1)
         buffers = [bytearray(MIB) for _ in values]
         outcomes = client.get_many_into(values, buffers)
         assert outcomes[::2] == [MIB] * 4
@@ -419,7 +419,7 @@ def test_a_lost_node_costs_its_replicas_only(tmp_path: Path, shm: bool) -> None:
         assert client.put_objects([Put(key, [key * 3000], options=both) for key in keys]) == [None] * 40
         begun = client.piece_puts.begin([PutRequest(b"begun", (9,), options=both)])[0]
         assert isinstance(begun, PutSession)
-        pool.nodes[0]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
+        pool.break_memory(0)
         assert client.get_many(keys) == [key * 3000 for key in keys]
         begun.write_piece(0, bytes(9))
         assert [type(error) for error in client.piece_puts.finish([begun])] == [FewerReplicas]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-from store_pool import wait_until
+from waiting import HANG_S, wait_until
 
+from moonpool.base.clock import VirtualClock
 from moonpool.base.errors import PeerLost
-from moonpool.store.client.view_ledger import VerifiedCache, ViewLedger
+from moonpool.store.client.view_ledger import SPARE_S, VerifiedCache, ViewLedger
 from moonpool.store.messages import ObjectInfo, Placement
 
 
@@ -61,8 +62,8 @@ def test_a_view_lasts_as_long_as_anything_made_from_it() -> None:
     ledger.give_back(40)
     assert unpinned.keys == []
     del part
-    wait_until(lambda: unpinned.keys == [b"k"])
-    wait_until(lambda: ledger.nbytes == 0)
+    wait_until(lambda: unpinned.keys == [b"k"], "the pin ends")
+    wait_until(lambda: ledger.nbytes == 0, "its room is free")
     ledger.close()
     ledger.close()
 
@@ -82,7 +83,7 @@ def test_a_lost_master_ends_no_thread() -> None:
     ledger = ViewLedger(100, unpinned, unpinned.ended.append)
     unpinned.fails = True
     ledger.drop(ledger.add_pins(infos(b"lost"), SESSION)[0])
-    assert unpinned.called.wait(5)
+    assert unpinned.called.wait(HANG_S)
     unpinned.fails = False
     ledger.drop(ledger.add_pins(infos(b"next"), SESSION)[0])
     ledger.close()
@@ -96,9 +97,9 @@ def test_a_newer_pin_of_a_key_waits_for_the_older_ones() -> None:
     old, new, other = ledger.add_pins(infos(b"k", b"k", b"other"), SESSION)
     ledger.drop(new)
     ledger.drop(other)
-    wait_until(lambda: unpinned.keys == [b"other"])
+    wait_until(lambda: unpinned.keys == [b"other"], "the other pin ends")
     ledger.drop(old)
-    wait_until(lambda: unpinned.keys == [b"other", b"k", b"k"])
+    wait_until(lambda: unpinned.keys == [b"other", b"k", b"k"], "both pins of the key end")
     ledger.close()
 
 
@@ -112,9 +113,9 @@ def test_a_retired_session_ends_with_its_last_view() -> None:
     (other,) = ledger.add_pins(infos(b"c"), SESSION)  # its look-up was under way
     ledger.drop(second)
     ledger.retire(SESSION + 1)  # which has none
-    wait_until(lambda: unpinned.ended == [SESSION + 1])
+    wait_until(lambda: unpinned.ended == [SESSION + 1], "the session without pins ends")
     ledger.drop(other)
-    wait_until(lambda: unpinned.ended == [SESSION + 1, SESSION])
+    wait_until(lambda: unpinned.ended == [SESSION + 1, SESSION], "the session ends with its last pin")
     ledger.close()
     assert unpinned.keys == []
 
@@ -129,41 +130,44 @@ def test_the_end_of_a_session_is_said_until_it_is_heard() -> None:
 
     ledger = ViewLedger(100, Unpinned(), fail_once)
     ledger.retire(SESSION)
-    wait_until(lambda: said == [SESSION, SESSION])
+    wait_until(lambda: said == [SESSION, SESSION], "the end is said again")
     ledger.close()
 
 
 def test_a_pin_is_spare_for_a_while_after_its_view() -> None:
-    unpinned = Unpinned()
-    ledger = ViewLedger(100, unpinned, unpinned.ended.append)
+    unpinned, clock = Unpinned(), VirtualClock()
+    ledger = ViewLedger(100, unpinned, unpinned.ended.append, clock)
     old, new = ledger.add_pins(infos(b"k", b"k"), SESSION)
     assert ledger.take_spare(b"k") is None, "both are in use"
     for pin in (old, new):
         assert ledger.reserve(10)
         ledger.keep(pin, np.zeros(10, np.uint8))  # which goes at once
-        wait_until(lambda: ledger.nbytes == 0)  # else the thread may take the older one last
+        wait_until(lambda: ledger.nbytes == 0, "the view has ended")  # else the thread may take the older one last
     assert ledger.take_spare(b"other") is None
     assert ledger.take_spare(b"k") is new
     assert ledger.take_spare(b"k") is None
-    wait_until(lambda: unpinned.keys == [b"k"])  # the older one
-    ledger.keep(new, np.zeros(0, np.uint8))
-    wait_until(lambda: unpinned.keys == [b"k", b"k"])  # its time is over, although nothing else was released
+    wait_until(lambda: unpinned.keys == [b"k"], "the older pin ends")
+    assert ledger.reserve(10)
+    ledger.keep(new, np.zeros(10, np.uint8))
+    wait_until(lambda: ledger.nbytes == 0, "the view has ended")
+    clock.advance(SPARE_S)
+    wait_until(lambda: unpinned.keys == [b"k", b"k"], "its time is over, although nothing else was released")
     assert ledger.take_spare(b"k") is None
     ledger.close()
 
 
 def test_spare_pins_end_with_the_ledger_and_with_their_session() -> None:
     unpinned = Unpinned()
-    ledger = ViewLedger(100, unpinned, unpinned.ended.append)
+    ledger = ViewLedger(100, unpinned, unpinned.ended.append, VirtualClock())
     for pin in ledger.add_pins(infos(b"a", b"b"), SESSION):
         ledger.keep(pin, np.zeros(0, np.uint8))
-    wait_until(lambda: not ledger._anchors)  # the thread may have one in its hands
+    wait_until(lambda: not ledger._anchors, "all views have ended")  # the thread may have one in its hands
     kept = ledger.take_spare(b"a")
     assert kept is not None
     ledger.retire(SESSION)
     assert ledger.take_spare(b"b") is None
     ledger.keep(kept, np.zeros(0, np.uint8))
-    wait_until(lambda: unpinned.ended == [SESSION])
+    wait_until(lambda: unpinned.ended == [SESSION], "the session ends")
     (other,) = ledger.add_pins(infos(b"c"), SESSION + 1)
     ledger.keep(other, np.zeros(0, np.uint8))
     unpinned_later: list[tuple[int, list[bytes]]] = []

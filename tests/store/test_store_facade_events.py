@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from facade_pool import FacadePool, facade_pool
-from store_pool import wait_until
+from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import PeerLost
 from moonpool.store import Store
@@ -66,7 +66,7 @@ def test_a_feed_outlives_its_master(pool: FacadePool) -> None:
         assert stored(feed, 1) == {b"a"}
         pool.loop.run(pool.master.close())
         pool.start_master()
-        wait_until(lambda: store.put_many([("b", b"2")]) == [None])  # from when its node has been heard again
+        wait_until(lambda: store.put_many([("b", b"2")]) == [None], "its node has been heard again")
         assert stored(feed, 2) == {b"a", b"b"}
 
 
@@ -89,6 +89,6 @@ def test_close_wakes_who_waits(pool: FacadePool) -> None:
     reader = threading.Thread(target=lambda: rest.extend(feed))
     reader.start()
     store.close()
-    reader.join(10)
+    reader.join(HANG_S)
     assert not reader.is_alive()
     assert rest == []

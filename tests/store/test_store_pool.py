@@ -7,10 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from store_pool import MIB, LocalPool, wait_until
+from store_pool import MIB, LocalPool
+from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import (
     AlreadyExists,
@@ -39,7 +41,7 @@ from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
 # For pools of a few granules, where one object is over every mark.
-NO_WATERMARK = {"high_watermark": 1.0, "low_watermark": 1.0}
+NO_WATERMARK: dict[str, Any] = {"high_watermark": 1.0, "low_watermark": 1.0}
 
 
 @pytest.fixture
@@ -238,7 +240,7 @@ def test_space_written_in_place_waits_for_its_writer(tmp_path: Path) -> None:
         late.write_piece(0, b"late" * 25)
         assert isinstance(slow.piece_puts.finish([late])[0], StaleGeneration)
         slow.close()
-        wait_until(lambda: isinstance(client.put_objects([Put(b"k", [b"new" * 30])])[0], type(None)))
+        wait_until(lambda: isinstance(client.put_objects([Put(b"k", [b"new" * 30])])[0], type(None)), "the put works")
         assert client.get(b"k") == b"new" * 30
     finally:
         pool.close()
@@ -268,7 +270,9 @@ def test_pressure_spares_leased_and_pinned(tmp_path: Path) -> None:
         assert client.get(b"2") is None
         assert "evicted" in client.why(b"2")
         client.close()
-        wait_until(lambda: pool.on_loop(lambda: pool.master.state.remove([b"0"], False, 1e6)[0]))
+        wait_until(
+            lambda: pool.on_loop(lambda: pool.master.state.remove([b"0"], False, 1e6)[0]), "the object can be removed"
+        )
         pool.check_integrity()
     finally:
         pool.close()
@@ -289,7 +293,7 @@ def test_many_threads_and_clients(pool: LocalPool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
     assert not failures
     assert shared.stats().num_objects == 25
 
@@ -303,7 +307,7 @@ def test_listeners_get_a_snapshot_and_then_changes(pool: LocalPool) -> None:
         stored: set[bytes] = set()
         removed: set[bytes] = set()
         sequence: list[int] = []
-        async with aclosing(subscriber.stream(Subscribe(), timeout_s=10)) as batches:  # type: ignore[type-var]
+        async with aclosing(subscriber.stream(Subscribe(), timeout_s=10)) as batches:
             async for batch in batches:
                 assert batch.snapshot == (not sequence)
                 sequence.append(batch.sequence)
@@ -354,10 +358,12 @@ def test_a_forgotten_node_mounts_again_empty(tmp_path: Path) -> None:
         late = begin(client, PutRequest(b"late", (100,)))
         incarnation = pool.nodes[0].segment.incarnation
         pool.advance(10)
-        wait_until(lambda: pool.nodes[0].segment.incarnation != incarnation)
+        wait_until(lambda: pool.nodes[0].segment.incarnation != incarnation, "the node mounts other memory")
         assert client.get(b"k") is None
         assert "node that left" in client.why(b"k")
-        wait_until(lambda: not isinstance(client.piece_puts.begin([PutRequest(b"probe", (1,))])[0], NoSpace))
+        wait_until(
+            lambda: not isinstance(client.piece_puts.begin([PutRequest(b"probe", (1,))])[0], NoSpace), "there is space"
+        )
         assert client.put(b"k", b"new")
         with pytest.raises(MoonpoolError, match=r"mounted anew|is gone|out of reach"):
             late.write_piece(0, bytes(100))
@@ -383,14 +389,14 @@ def test_master_restart(tmp_path: Path) -> None:
         asking = threading.Thread(target=lambda: answers.append(client.exist_many(asked)))
         asking.start()
         pool.start_master()
-        asking.join(20)
+        asking.join(HANG_S)
         assert answers == [[True, False]], "who can wait sees nothing of it"
         assert info_of(client, b"k").replicas == old.replicas
         assert client.get(b"k") == b"old"
         session.write_piece(0, b"new")
         assert client.piece_puts.finish([session]) == [None], "what was begun before is ended after"
         assert client.get(b"begun") == b"new"
-        wait_until(lambda: client.put_objects([Put(b"more", [b"1"])])[0] is None)
+        wait_until(lambda: client.put_objects([Put(b"more", [b"1"])])[0] is None, "the put works")
         placed = info_of(client, b"more").replicas[0]
         assert placed.generation > old.replicas[0].generation
         wrong = msgspec.structs.replace(placed, generation=old.replicas[0].generation)
@@ -430,7 +436,7 @@ def test_a_node_leaves(pool: LocalPool) -> None:
 
 
 async def test_a_node_without_memory_or_master_says_so(tmp_path: Path) -> None:
-    config = {"name": "n", "master_address": f"unix:{tmp_path}/none.sock", "run_dir": str(tmp_path)}
+    config: dict[str, Any] = {"name": "n", "master_address": f"unix:{tmp_path}/none.sock", "run_dir": str(tmp_path)}
     with pytest.raises(NoSpace):
         await Node(NodeConfig(dram_nbytes=1 << 50, **config)).start()
     with pytest.raises(PeerLost):

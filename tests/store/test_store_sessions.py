@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from store_pool import MIB, LocalPool
+from store_pool import MIB, LocalPool, patient_config
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.clock import VirtualClock
@@ -26,7 +26,7 @@ from moonpool.base.errors import (
 )
 from moonpool.base.object_header import ALIGN_NBYTES, ObjectKind
 from moonpool.store import Store
-from moonpool.store.client import ClientConfig, PutOptions
+from moonpool.store.client import PutOptions
 from moonpool.store.client.put_request import PutRequest
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.client.read_session import ReadSession
@@ -44,7 +44,7 @@ TWO = PutOptions(num_replicas=2, all_replicas=True)
 
 @pytest.fixture(params=[True, False], ids=["shm", "tcp"])
 def shm(request: pytest.FixtureRequest) -> bool:
-    return request.param
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -263,10 +263,10 @@ def test_another_replica_is_read_where_a_node_is_lost(two_nodes: LocalPool, shm:
     client = two_nodes.client(shm=shm)
     store_all(client, options=TWO)
     sessions = open_all(client)
-    two_nodes.nodes[0]._engine.close()  # type: ignore[union-attr]  # as if it had died, before the master knows
+    two_nodes.break_memory(0)
     assert read_layers(client, sessions) == right()
     assert read_layers(client, open_all(client)) == right(), "nor do headers have to come from there"
-    two_nodes.nodes[1]._engine.close()  # type: ignore[union-attr]
+    two_nodes.break_memory(1)
     errors = client.piece_reads.finish(sessions)
     assert all(isinstance(error, Unavailable | NotFound) for error in errors)
     outcomes = client.piece_reads.read([(each, 0, bytearray(SIZES[0])) for each in sessions])
@@ -277,14 +277,14 @@ def test_a_lost_node_is_left_out_of_the_writes(two_nodes: LocalPool, shm: bool) 
     client = two_nodes.client(shm=shm)
     both = begin(client, options=TWO)
     assert client.piece_puts.write(layer(both, 0)) == [None] * len(KEYS)
-    two_nodes.nodes[0]._engine.close()  # type: ignore[union-attr]
+    two_nodes.break_memory(0)
     for index in (1, 2):
         assert client.piece_puts.write(layer(both, index)) == [None] * len(KEYS)
     assert {each.failed for each in both} == {(two_nodes.nodes[0].segment_name,)}
     assert {error.code for error in client.piece_puts.finish(both) if error is not None} == {"fewer_replicas"}
     assert read_layers(client, open_all(client)) == right()
     more = begin(client, [b"more"], TWO)
-    two_nodes.nodes[1]._engine.close()  # type: ignore[union-attr]
+    two_nodes.break_memory(1)
     (error,) = client.piece_puts.write(layer(more, 0))
     assert isinstance(error, Unavailable), "none is left"
     client.piece_puts.abort(more)
@@ -293,7 +293,7 @@ def test_a_lost_node_is_left_out_of_the_writes(two_nodes: LocalPool, shm: bool) 
 @pytest.mark.parametrize("renew_after_s", [10.0, 1e9])
 def test_puts_that_last_are_renewed_together(pool: LocalPool, renew_after_s: float) -> None:
     clock = VirtualClock()
-    config = ClientConfig(renew_after_s=renew_after_s, retry_s=10.0)
+    config = patient_config(renew_after_s=renew_after_s)
     with (
         TransferEngine(TransferConfig(run_dir=str(pool.tmp_path / "run"), tcp_host=None)) as engine,
         Store(pool.address, engine=engine, config=config, clock=clock) as client,
@@ -314,9 +314,7 @@ def test_a_put_that_was_discarded_fails_alone(pool: LocalPool) -> None:
     clock = VirtualClock()
     with (
         TransferEngine(TransferConfig(run_dir=str(pool.tmp_path / "run"), tcp_host=None)) as engine,
-        Store(
-            pool.address, engine=engine, config=ClientConfig(renew_after_s=10.0, retry_s=10.0), clock=clock
-        ) as client,
+        Store(pool.address, engine=engine, config=patient_config(renew_after_s=10.0), clock=clock) as client,
     ):
         old = begin(client, KEYS[:1])
         pool.advance(1000)
@@ -332,7 +330,7 @@ def test_a_place_is_opened_for_writing_only_by_who_is_registered_there_now(pool:
     client.put("a", b"1")
     (info,) = client.master.call(Lookup([b"a"]))
     assert info is not None
-    sessions = client._puts._tools.sessions
+    sessions = client.piece_puts.tools.sessions
     place, number = info.replicas[0], sessions.session()
     assert sessions.open_for_writing(place, number) is sessions.open_for_writing(place, number)
     with pytest.raises(PeerLost):

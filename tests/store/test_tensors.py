@@ -76,6 +76,8 @@ def test_every_array_comes_back(shared: Store, array: NDArray[Any], how: str) ->
     shared.put_tensor("t", given_array, replace=True)
     got = shared.get_tensor("t")
     seen = shared.view_tensor("t")
+    assert got is not None
+    assert seen is not None
     target = np.empty(array.shape, wanted.dtype, order="F" if len(array.shape) % 2 else "C")
     assert shared.get_tensor_into("t", target)
     for found in (got, seen, target):
@@ -84,6 +86,7 @@ def test_every_array_comes_back(shared: Store, array: NDArray[Any], how: str) ->
     assert got.flags.writeable
     assert not seen.flags.writeable or not seen.size
     as_torch = shared.get_tensor("t", like="torch")
+    assert as_torch is not None
     assert tuple(as_torch.shape) == array.shape
     assert as_torch.contiguous().numpy().tobytes() == wanted.tobytes()
 
@@ -94,6 +97,7 @@ def test_torch_types_that_numpy_does_not_have(store: Store, dtype: str) -> None:
     tensor = raw.view(getattr(torch, dtype)).reshape(3, -1)
     assert store.put_tensor("t", tensor)
     got = store.get_tensor("t", like="torch")
+    assert got is not None
     assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(got.reshape(-1).view(torch.uint8), raw)
     target = torch.empty_like(tensor)
@@ -117,6 +121,7 @@ def test_torch_tensors(store: Store) -> None:
     }
     assert store.put_tensors(cases) == [None] * len(cases)
     for (name, wanted), got in zip(cases.items(), store.get_tensors(cases, like="torch"), strict=True):
+        assert got is not None, name
         assert got.dtype == wanted.dtype, name
         assert torch.equal(got, wanted.detach()), name
 
@@ -137,7 +142,7 @@ def test_other_libraries_and_buffers(store: Store) -> None:
     given_arrays = [Foreign(), python_array.array("d", [1.5, 2.5]), memoryview(b"abc"), np.int8(7)]
     for number, given_array in enumerate(given_arrays):
         store.put_tensor(f"t{number}", given_array)
-    got = store.get_tensors([f"t{number}" for number in range(4)])
+    got: list[Any] = list(store.get_tensors([f"t{number}" for number in range(4)]))
     assert got[0].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert got[1].tolist() == [1.5, 2.5]
     assert got[2].tolist() == list(b"abc")

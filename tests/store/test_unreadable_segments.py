@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from late_threads import no_thread_begins
-from store_pool import wait_until
+from waiting import wait_until
 
 from moonpool.base.errors import Unavailable
 from moonpool.store.client.directory import UnreadableSegments
@@ -33,7 +33,7 @@ def unreadable(probed: threading.Event) -> Iterator[UnreadableSegments]:
     made = UnreadableSegments(is_resolved)
     yield made
     made.close()
-    wait_until(lambda: "store-segments" not in {each.name for each in threading.enumerate()})
+    wait_until(lambda: "store-segments" not in {each.name for each in threading.enumerate()}, "the prober ends")
 
 
 def test_a_reader_does_not_wait_for_the_probing_thread(unreadable: UnreadableSegments, probed: threading.Event) -> None:
@@ -42,7 +42,7 @@ def test_a_reader_does_not_wait_for_the_probing_thread(unreadable: UnreadableSeg
         assert unreadable.failure(PLACE.segment, PLACE.incarnation) is not None
         assert not probed.is_set()
         free.set()
-        wait_until(lambda: not unreadable.listed)
+        wait_until(lambda: not unreadable.listed, "the segment can be read again")
     assert probed.is_set()
     assert unreadable.failure(PLACE.segment, PLACE.incarnation) is None
 
@@ -51,5 +51,5 @@ def test_a_second_outage_is_probed_too(unreadable: UnreadableSegments, probed: t
     for _ in range(2):
         probed.clear()
         unreadable.add(PLACE, Unavailable("it is away"))
-        wait_until(lambda: not unreadable.listed)
+        wait_until(lambda: not unreadable.listed, "the segment can be read again")
         assert probed.is_set()

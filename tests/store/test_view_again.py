@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from facade_pool import FacadePool, facade_pool
-from store_pool import MIB, wait_until
+from store_pool import MIB, break_connection
+from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import NotFound
 from moonpool.store import Store
@@ -25,7 +26,7 @@ def pool(tmp_path: Path) -> Iterator[FacadePool]:
 
 @pytest.fixture(autouse=True)
 def spare_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view_ledger, "SPARE_S", 4.0)  # longer than a step of these tests takes on a busy machine
+    monkeypatch.setattr(view_ledger, "SPARE_S", HANG_S)  # longer than a step of these tests takes on a busy machine
 
 
 class ViewingStore:
@@ -99,7 +100,7 @@ def test_a_replaced_object_is_not_viewed_again_and_its_open_view_stays(pool: Fac
 def test_a_pin_from_before_a_lost_connection_is_not_used(pool: FacadePool, viewer: ViewingStore) -> None:
     """The master may have lost power, and the pin with it."""
     viewer.look("k")
-    viewer.store.master._rpc._drop()
+    break_connection(viewer.store.master)
     viewer.store.exist("another key")  # connects: of "k" the memory here tells that it exists
     assert viewer.look("k") == VALUE
     assert viewer.num_lookups == 2
@@ -110,7 +111,7 @@ def test_views_after_a_lost_connection_have_another_session(pool: FacadePool, vi
     view would end the pin of a newer one.
     """
     with viewer.store.view("k") as old:
-        viewer.store.master._rpc._drop()
+        break_connection(viewer.store.master)
         viewer.store.exist("another key")  # connects
         pool.store().upsert("k", b"new")
         with viewer.store.view("k") as new, viewer.store.view("k"):
@@ -122,7 +123,7 @@ def test_views_after_a_lost_connection_have_another_session(pool: FacadePool, vi
 
 def test_a_look_up_that_connects_again_is_the_last_of_its_session(viewer: ViewingStore) -> None:
     with viewer.store.view("k"):
-        viewer.store.master._rpc._drop()
+        break_connection(viewer.store.master)
         with viewer.store.view("k"), viewer.store.view("k"), viewer.store.view("k"):
             pass
     before, while_connecting, after, again = viewer.sessions
@@ -141,7 +142,7 @@ def test_the_end_of_a_view_is_told_over_its_own_connection_only(
 
     def call_late(*args: Any, **kwargs: Any) -> Any:
         begun.set()
-        may_send.wait(30)
+        may_send.wait(HANG_S)
         try:
             return call_once(*args, **kwargs)
         finally:
@@ -149,17 +150,17 @@ def test_the_end_of_a_view_is_told_over_its_own_connection_only(
 
     monkeypatch.setattr(master, "call_once", call_late)
     viewer.look("k")
-    assert begun.wait(30)
+    assert begun.wait(HANG_S)
     pins, key = pool.master.state.index.pins, b"k"
     pool.on_loop(lambda: pool.master.state.unpin(viewer.sessions[0], [key], 0.0))  # as if its record had been lost
-    master._rpc._drop()
+    break_connection(master)
     with viewer.store.view("k") as new:
         assert viewer.sessions[0] == viewer.sessions[1]
         may_send.set()
-        assert ended.wait(30)
+        assert ended.wait(HANG_S)
         assert pool.on_loop(pins.owners)
         assert bytes(new.pieces[0]) == VALUE
-    wait_until(lambda: not pool.on_loop(pins.owners))
+    wait_until(lambda: not pool.on_loop(pins.owners), "all pins end")
 
 
 def test_the_pin_ends_some_time_after_the_last_view(
@@ -167,6 +168,6 @@ def test_the_pin_ends_some_time_after_the_last_view(
 ) -> None:
     monkeypatch.setattr(view_ledger, "SPARE_S", 0.1)
     viewer.look("k")
-    wait_until(lambda: not pool.on_loop(pool.master.state.index.pins.owners))
+    wait_until(lambda: not pool.on_loop(pool.master.state.index.pins.owners), "the pin ends")
     assert viewer.look("k") == VALUE
     assert viewer.num_lookups == 2

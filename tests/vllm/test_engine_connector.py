@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from call_recording import SPAN_NBYTES
-from store_pool import wait_until
 from vllm_pool import FEWEST_LOADED, prompt_of
 from vllm_process import Answer, Connector, VllmProcess, assert_same_text
+from waiting import wait_until
 from wall_time import crowding
 
 pytestmark = pytest.mark.vllm
@@ -61,7 +61,7 @@ class Pair:
         """As begin_answer(), and the first engine waits before it sends, until "release_loads"."""
         self.prefill.ask("hold_loads")
         number = self.begin_answer(seed)
-        wait_until(lambda: bool(self.prefill.ask("loads_held")["count"]), 60.0)
+        wait_until(lambda: bool(self.prefill.ask("loads_held")["count"]), "a load is held")
         return number
 
 
@@ -147,7 +147,7 @@ def test_the_answering_engine_is_killed(start_vllm: StartVllm, right_answers: An
     pair.prefill.step_times()
     pair.prefill.ask("release_loads")
     assert_same_text(pair.prefill.generate(prompt_of(2)), right_answers[2])
-    wait_until(lambda: bool(pair.prefill.records("sent")), 60.0)
+    wait_until(lambda: bool(pair.prefill.records("sent")), "it is sent")
     assert {row["code"] for row in pair.prefill.records("sent")} == {-1}
     assert_not_held_up(pair.prefill)
     pair.prefill.finish()

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from store_pool import MIB, wait_until
+from store_pool import MIB
 from vllm_pool import FEWEST_LOADED, NUM_BLOCKS, Pool, prompt_of
 from vllm_process import Answer, NodeProcess, VllmProcess, assert_same_text
+from waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 StartVllm = Callable[..., VllmProcess]
@@ -95,7 +96,7 @@ def test_without_the_policy_vllm_fails_the_request(start_vllm: StartVllm, pool: 
     engine = start_vllm("engine", pool.connector(policy=None))
     engine.wait_ready()
     assert engine.generate(prompt_of(1)).finish_reason == "length"
-    wait_until(lambda: len(engine.records("put")) == NUM_BLOCKS, 60.0)
+    wait_until(lambda: len(engine.records("put")) == NUM_BLOCKS, "all blocks are put")
     engine.forget()
     spoil(pool, node, engine.records("put")[0]["key"])
     assert engine.generate(prompt_of(1)).finish_reason == "error"
@@ -110,7 +111,7 @@ def test_two_engines_at_once_share_memory_that_one_of_them_offers(
     owner.wait_ready()
     other.wait_ready()
     assert_same_text(owner.generate(prompt_of(2)), right_answers[2])
-    wait_until(lambda: len(owner.records("put")) == NUM_BLOCKS)
+    wait_until(lambda: len(owner.records("put")) == NUM_BLOCKS, "all blocks are put")
     answer = other.generate(prompt_of(2))
     assert_same_text(answer, right_answers[2])
     assert answer.external_hits >= FEWEST_LOADED

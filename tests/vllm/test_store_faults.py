@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from store_pool import wait_until
 from vllm_pool import FEWEST_LOADED, NUM_BLOCKS, Pool, prompt_of
 from vllm_process import Answer, NodeProcess, VllmProcess, assert_same_text
+from waiting import wait_until
 from wall_time import crowding
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +26,7 @@ def start_and_store(start_vllm: StartVllm, pool: Pool, right: Answers, *, force_
     engine.wait_ready()
     for seed, answer in right.items():
         assert_same_text(engine.generate(prompt_of(seed)), answer)
-    wait_until(lambda: len(engine.records("put")) == NUM_BLOCKS * len(right), 60.0)
+    wait_until(lambda: len(engine.records("put")) == NUM_BLOCKS * len(right), "all blocks are put")
     engine.forget()
     return engine
 
@@ -38,7 +38,7 @@ def in_the_middle_of_a_load(engine: VllmProcess, right: Answers) -> Iterator[Non
     """
     engine.ask("hold_loads")
     number = engine.begin(prompt_of(1))
-    wait_until(lambda: bool(engine.ask("loads_held")["count"]), 60.0)
+    wait_until(lambda: bool(engine.ask("loads_held")["count"]), "a load is held")
     engine.step_times()
     yield
     other = engine.begin(prompt_of(2))
@@ -58,9 +58,9 @@ def assert_is_used_again(engine: VllmProcess, right: Answers, seed: int) -> None
         before = engine.ask("external_hits")["count"]
         answer = engine.generate(prompt_of(seed))
         assert_same_text(answer, right[seed])
-        return answer.external_hits - before >= FEWEST_LOADED
+        return bool(answer.external_hits - before >= FEWEST_LOADED)
 
-    wait_until(is_loaded, 60.0)
+    wait_until(is_loaded, "it is loaded")
 
 
 def test_node_killed(start_vllm: StartVllm, pool: Pool, node: NodeProcess, right_answers: Answers) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -37,9 +38,9 @@ def save_tiny_llama(folder: Path, seed: int = 7) -> None:
     """The same seed gives the same bytes."""
     rng = np.random.default_rng(seed)
 
-    def matrix(rows: int, columns: int) -> np.ndarray:
+    def matrix(rows: int, columns: int) -> NDArray[np.float32]:
         # Large enough that attention prefers some positions, so that wrong KV changes the tokens.
-        return (rng.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns)).astype(np.float32)
+        return np.asarray(rng.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns), np.float32)
 
     weights = {
         "model.embed_tokens.weight": matrix(VOCAB, _HIDDEN),

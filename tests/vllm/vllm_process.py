@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from store_pool import wait_until
+from waiting import wait_until
 
 from moonpool.integrations.mooncake import shadow_path
 
@@ -159,7 +159,7 @@ class VllmProcess:
 
     def forget(self) -> None:
         """Drop its own prefix cache. It refuses while a store job still reads the blocks."""
-        wait_until(lambda: bool(self.ask("forget")["done"]), 60.0)
+        wait_until(lambda: bool(self.ask("forget")["done"]), "the engine forgets")
 
     def step_times(self) -> StepTimes:
         """Of the steps since the last call."""

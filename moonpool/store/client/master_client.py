@@ -2,7 +2,8 @@
 
 A caller waits `BreakerLimits.silence_s` for a master that does not answer. From then on all calls fail at once with
 BreakerOpen (an Unavailable, not a miss), until a probe finds the master back. With `retry_s` a call waits for that and
-is sent again. Every call ends within its deadline; close() wakes all waiting threads.
+is sent again. Every call ends within its deadline; begin_close() wakes all threads that wait for an absent master,
+close() all others.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class MasterClient:
         )
         self._timeout_s = timeout_s
         self._retry_s = min(retry_s, timeout_s)
-        self._closed = threading.Event()
+        self._is_closing, self._closed = threading.Event(), threading.Event()
+        self._last_calls: Deadline | None = None  # of the calls after begin_close(), together
 
     def call(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> R:
         """Return the answer to a call that may be sent twice. Raise BreakerOpen when the master is away,
@@ -69,11 +71,11 @@ class MasterClient:
     def _call_until_settled(self, call: Call[R]) -> R:
         deadline, backoff = Deadline(self._timeout_s), Backoff(_FIRST_UNSETTLED_PAUSE_S, _LONGEST_UNSETTLED_PAUSE_S)
         while True:
-            self._closed.wait(backoff.next_s())
+            self._is_closing.wait(backoff.next_s())
             try:
                 return self.call_noting_repeats(call)[0]
             except NotSettled:
-                if deadline.expired() or self._closed.is_set():
+                if deadline.expired() or self._is_closing.is_set():
                     raise
 
     def call_noting_repeats(self, call: Call[R], meanwhile: Callable[[], bool] | None = None) -> tuple[R, bool]:
@@ -83,7 +85,7 @@ class MasterClient:
         if self._breaker.is_open:
             return self._call_when_back(call, self._breaker.refusal(), False)
         try:
-            return self._rpc.call(call, timeout_s=self._timeout_s, meanwhile=meanwhile), False
+            return self._rpc.call(call, timeout_s=self._limit_s(), meanwhile=meanwhile), False
         except BreakerOpen as refusal:  # opened while this call waited for its turn
             return self._call_when_back(call, refusal, False)
         except PeerSilent as error:
@@ -100,8 +102,8 @@ class MasterClient:
             raise self._breaker.refusal()
         try:
             if connection is not None:
-                return self._rpc.call_on(connection, call, timeout_s=self._timeout_s)
-            return self._rpc.call(call, timeout_s=self._timeout_s)
+                return self._rpc.call_on(connection, call, timeout_s=self._limit_s())
+            return self._rpc.call(call, timeout_s=self._limit_s())
         except PeerSilent as error:
             raise self._breaker.trip(error) from error
 
@@ -110,11 +112,11 @@ class MasterClient:
         return not self._breaker.is_open or self._is_back(Deadline(timeout_s))
 
     def retry_pauses(self) -> Iterator[None]:
-        """Wait before each retry of a call that the master has refused for now. Ends after `retry_s`, or on close()."""
+        """Wait before each retry of a call that the master refused for now. Ends after `retry_s`, or when closed."""
         deadline, backoff = Deadline(self._retry_s), Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
-            self._closed.wait(min(backoff.next_s(), deadline.remaining_s()))
-            if self._closed.is_set() or deadline.expired():
+            self._is_closing.wait(min(backoff.next_s(), deadline.remaining_s()))
+            if self._is_closing.is_set() or deadline.expired():
                 return
             yield
 
@@ -127,11 +129,20 @@ class MasterClient:
         """master_outages: how often the master was found away; calls_refused: calls that failed at once meanwhile."""
         return {"master_outages": self._breaker.num_openings, "calls_refused": self._breaker.num_refused}
 
+    def begin_close(self) -> None:
+        """From now on no call waits for a master that is away, and all calls together take no longer than one may: the
+        last ones, which say what ends with this client. Idempotent.
+        """
+        if self._last_calls is None:
+            self._last_calls = Deadline(self._timeout_s)
+        self._is_closing.set()
+
     def close(self) -> None:
         """Idempotent. Calls that wait end with PeerLost."""
         if self._closed.is_set():
             return
         self._closed.set()
+        self.begin_close()
         self._breaker.stop()
         self._rpc.close()
         self._breaker.join()
@@ -142,7 +153,7 @@ class MasterClient:
     def _call_again(self, call: Call[R]) -> tuple[R, bool]:
         """Send the call on a new connection: the old one may have broken long ago, and the master may be back."""
         try:
-            return self._rpc.call(call, timeout_s=self._timeout_s), True
+            return self._rpc.call(call, timeout_s=self._limit_s()), True
         except BreakerOpen as refusal:
             return self._call_when_back(call, refusal, True)
         except (PeerLost, PeerSilent) as error:
@@ -153,15 +164,20 @@ class MasterClient:
         retry_deadline = Deadline(self._retry_s)
         while self._is_back(retry_deadline):
             try:
-                return self._rpc.call(call, timeout_s=self._timeout_s), was_sent
+                return self._rpc.call(call, timeout_s=self._limit_s()), was_sent
             except BreakerOpen as error:
                 refusal = error
             except (PeerLost, PeerSilent) as error:
                 refusal, was_sent = self._found_away(error), True
         raise refusal
 
+    def _limit_s(self) -> float:
+        """Return how long a call may take that is sent now."""
+        return self._timeout_s if self._last_calls is None else self._last_calls.remaining_s()
+
     def _is_back(self, retry_deadline: Deadline) -> bool:
-        return not retry_deadline.expired() and self._breaker.wait_closed(retry_deadline.remaining_s(), self._closed)
+        left_s = retry_deadline.remaining_s()
+        return not retry_deadline.expired() and self._breaker.wait_closed(left_s, self._is_closing)
 
     def _found_away(self, error: PeerLost | PeerSilent) -> PeerLost:
         """Return the error for the caller, and open the breaker. A connection that this side closed is no outage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from moonpool.base.errors import (
     AlreadyExists,
@@ -16,6 +16,7 @@ from moonpool.base.errors import (
     ProtocolError,
     StaleGeneration,
 )
+from moonpool.base.rpc import Call
 from moonpool.store import Store
 from moonpool.store import messages as m
 from moonpool.store.client import ObjectView, Put, PutOptions, PutRequest
@@ -207,7 +208,7 @@ class Program:
 
     def _view(self) -> None:
         began_s, keys = self._world.scheduler.now_s, self._some(3)
-        verify = "always" if self._world.flips or self._rng.random() < 0.3 else "once"
+        verify: Literal["once", "always"] = "always" if self._world.flips or self._rng.random() < 0.3 else "once"
         for key, view in zip(keys, self.client.view_many(keys, verify=verify), strict=True):
             if isinstance(view, MoonpoolError):
                 self._failed(key, view, began_s)
@@ -283,7 +284,7 @@ class Program:
         rng, nodes = self._rng, [each.name for each in self._world.nodes]
         source, target = (f"{name}.dram" for name in rng.sample(nodes, 2))
         key = rng.choice(self._keys)
-        call: m.Call[Any] = rng.choice(
+        call: Call[Any] = rng.choice(
             [
                 m.CopyObject(key, (target,)),
                 m.CopyObject(key, (target,)),

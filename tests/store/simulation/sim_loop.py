@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio.events import _get_running_loop, _set_running_loop
 from collections import deque
 from collections.abc import Callable
 from itertools import count
 from queue import Empty
-from typing import Any
+from typing import Any, cast
 
 from .sim_scheduler import Process, Scheduler, SimThread
 
@@ -18,15 +19,20 @@ class SimTask(asyncio.Task):  # type: ignore[type-arg]
     _numbers = count(1)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._number = next(self._numbers)
+        self.number = next(self._numbers)
         super().__init__(*args, **kwargs)
 
     def __hash__(self) -> int:
-        return self._number
+        return self.number
+
+    def abandon(self) -> None:
+        """It ends without having said anything more, and asyncio does not complain."""
+        self._log_destroy_pending = False
+        _close(self.get_coro())
 
 
-class SimLoop(asyncio.AbstractEventLoop):
-    """What the store's asyncio code asks of a loop. Connections are the network's."""
+class SimLoop:
+    """What the store's asyncio code asks of a loop, and nothing else. Connections are the network's."""
 
     def __init__(self, scheduler: Scheduler, process: Process, network: Any) -> None:
         self._scheduler, self._process, self._network = scheduler, process, network
@@ -36,7 +42,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # callbacks
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = asyncio.Handle(callback, args, cast(Any, self), context)
         self._scheduler.call_at(self._scheduler.now_s, self._process, self._run, handle)
         return handle
 
@@ -46,7 +52,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return self.call_at(self._scheduler.now_s + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        handle = _Timer(when, callback, args, self, context)
+        handle = _Timer(when, callback, args, cast(Any, self), context)
         handle.item = self._scheduler.call_at(when, self._process, self._run, handle)
         return handle
 
@@ -55,8 +61,8 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     @staticmethod
     def _run(handle: asyncio.Handle) -> None:
-        if not handle._cancelled:  # type: ignore[attr-defined]
-            handle._run()  # type: ignore[attr-defined]
+        if not handle.cancelled():
+            handle._run()
 
     def time(self) -> float:
         return self._scheduler.now_s
@@ -66,18 +72,17 @@ class SimLoop(asyncio.AbstractEventLoop):
     def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> SimTask:
         task = SimTask(coro, loop=self, name=name or "task", context=context)
         if not self._process.is_alive:  # begun while the others were being closed
-            task._log_destroy_pending = False
-            _close(coro)
+            task.abandon()
             return task
-        self._tasks[task._number] = task
+        self._tasks[task.number] = task
         task.add_done_callback(self._forget)
         return task
 
     def _forget(self, task: Any) -> None:
-        self._tasks.pop(task._number, None)
+        self._tasks.pop(task.number, None)
 
     def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
+        return asyncio.Future(loop=cast(Any, self))
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """On a thread of its own where the executor is a pool; inline, after a moment, where it is the default one."""
@@ -119,13 +124,12 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def abandon(self) -> None:
         """The process was killed: its coroutines end without having said anything more."""
-        running = asyncio._get_running_loop()
-        asyncio._set_running_loop(self)
+        running = _get_running_loop()
+        _set_running_loop(cast(Any, self))
         for task in list(self._tasks.values()):
-            task._log_destroy_pending = False
-            _close(task.get_coro())
+            task.abandon()
         self._tasks.clear()
-        asyncio._set_running_loop(running)
+        _set_running_loop(running)
 
     def get_debug(self) -> bool:
         return False

@@ -13,11 +13,15 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moonpool.base.clock import Deadline
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, NotFound, PeerLost
 from moonpool.transfer.batch import Batch, TransferRequest
 from moonpool.transfer.memory.buffers import address_of, as_bytes_views, total_nbytes
+from moonpool.transfer.memory.fence import Fence
 from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import RemoteSegment, check_bounds
 from moonpool.transfer.transports.file.folder import FOLDER_NBYTES, MAX_FILE_NBYTES
@@ -27,6 +31,11 @@ from .sim_disk import SimOs
 from .sim_loop import SimEvent, SimFuture
 from .sim_net import Link, Side
 from .sim_scheduler import Process
+
+
+def stamps_of(fence: Fence) -> NDArray[np.uint64]:
+    """The generations of all granules, as they are now and as they become."""
+    return fence._table
 
 
 class SimFolder(Segment):
@@ -334,7 +343,7 @@ class MemoryWatch:
             if start <= at < end:
                 assert fence is not None
                 first, last = at - start, at - start + view.nbytes - 1
-                found: list[int] = fence._table[
+                found: list[int] = stamps_of(fence)[
                     first // fence.granule_nbytes : last // fence.granule_nbytes + 1
                 ].tolist()
                 return found

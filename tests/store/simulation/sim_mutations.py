@@ -12,7 +12,7 @@ import moonpool.node.mount
 import moonpool.node.session_registry
 import moonpool.node.voiding
 import moonpool.store.client.ahead
-import moonpool.store.client.batch_read
+import moonpool.store.client.mapped_copy
 import moonpool.store.client.remote_read
 import moonpool.store.client.small_read
 import moonpool.store.client.views
@@ -108,7 +108,7 @@ def _views_ignore_void_marks() -> list[Change]:
 
 
 def _checksums_are_believed() -> list[Change]:
-    modules = (moonpool.store.client.remote_read, moonpool.store.client.batch_read, moonpool.store.client.views)
+    modules = (moonpool.store.client.remote_read, moonpool.store.client.mapped_copy, moonpool.store.client.views)
 
     def copy_only(header: Any, pieces: Any, copy_and_sum: Any, at: int = 0) -> bool:
         for view in (view for views in pieces for view in views):

@@ -45,20 +45,20 @@ class Side:
     def send(self, data: Any) -> None:
         """To the other side."""
         if not self.is_closed:
-            self.link.network.carry(self.other, self.other._deliver, data)
+            self.link.network.carry(self.other, self.other.deliver, data)
 
     def close(self) -> None:
         """This side is done; the other learns of it."""
         if not self.is_closed:
             self.is_closed = True
-            self.link.network.carry(self.other, self.other._over)
+            self.link.network.carry(self.other, self.other.end_here)
 
-    def _deliver(self, data: Any) -> None:
+    def deliver(self, data: Any) -> None:
         self.on_way.pop(0)
         if not self.is_closed and self.end is not None:
             self.end.arrived(data)
 
-    def _over(self) -> None:
+    def end_here(self) -> None:
         self.on_way.pop(0)
         self.end_now()
 
@@ -146,7 +146,7 @@ class Network:
             del side.on_way[kept:]
             side.on_way.append(
                 self.scheduler.call_at(
-                    max(side.last_s, self.scheduler.now_s + self.delay_s(link.is_local)), side.process, side._over
+                    max(side.last_s, self.scheduler.now_s + self.delay_s(link.is_local)), side.process, side.end_here
                 )
             )
         self._stalled = [each for each in self._stalled if each[0].link is not link]

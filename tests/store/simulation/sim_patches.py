@@ -6,9 +6,9 @@ TransferEngine...) lead to the world of the seed that runs.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
+from asyncio.events import _set_running_loop
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,7 +27,6 @@ import moonpool.master.service
 import moonpool.master.state.ahead
 import moonpool.master.state.changes
 import moonpool.master.state.orders
-import moonpool.master.state.recovery
 import moonpool.master.state.segments
 import moonpool.master.state.snapshot
 import moonpool.node.copying
@@ -55,6 +54,7 @@ import moonpool.transfer.disk.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
 from moonpool.base.header_columns import PlainHeaders
+from moonpool.master.state.recovery import _Recovery
 from moonpool.store.messages import SESSIONS_ALONE
 
 from .sim_disk import SimFcntl
@@ -292,9 +292,9 @@ def _patches() -> list[tuple[Any, str, Any]]:
             _quarantine(moonpool.master.state.orders.Copies.quarantine),
         ),
         (
-            moonpool.master.state.recovery._Recovery,
+            _Recovery,
             "_finish_segments",
-            _finish_segments(moonpool.master.state.recovery._Recovery._finish_segments),
+            _finish_segments(_Recovery._finish_segments),
         ),
         (moonpool.node.mount.DramMount, "_recount", _recount(moonpool.node.mount.DramMount._recount)),
         (moonpool.master.state.segments.SegmentTable, "end", _end(moonpool.master.state.segments.SegmentTable.end)),
@@ -368,4 +368,4 @@ def simulated() -> Iterator[None]:
         logger.propagate = propagate
         if collects:
             gc.enable()
-        asyncio._set_running_loop(None)
+        _set_running_loop(None)

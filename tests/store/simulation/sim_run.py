@@ -194,7 +194,7 @@ class Simulation:
     def _is_mounted(self, member: Member) -> bool:
         """By the process that lives, and in use."""
         node, segments = member.program, self.world.state.table_of_segments
-        wanted = [] if node is None or node._segment is None else [node.segment]
+        wanted = [] if node is None or not node.is_started else [node.segment]
         if member.name in self.world.disk_nodes:
             wanted += [] if node is None or node.ssd is None else [node.ssd.segment]
         found = [segments.find(each.name, each.incarnation) for each in wanted]

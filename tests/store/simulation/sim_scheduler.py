@@ -8,10 +8,10 @@ of them wakes a thread. So the same seed gives the same history, and a switch co
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import random
 import threading
+from asyncio.events import _set_running_loop
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -70,10 +70,10 @@ class _Carrier:
             self.baton.acquire()
             sim = self.sim
             assert sim is not None
-            sim._body()
+            sim.body()
             self.sim = None
-            _Carrier._idle.append(self)  # before the baton goes on: from then on another thread runs
-            sim.scheduler._pass_on()
+            self._idle.append(self)  # before the baton goes on: from then on another thread runs
+            sim.scheduler.pass_on()
 
 
 class SimThread:
@@ -82,28 +82,28 @@ class SimThread:
     def __init__(self, scheduler: Scheduler, process: Process, target: Callable[[], Any], name: str = "") -> None:
         self.scheduler, self.process, self.name = scheduler, process, name
         self._target = target
-        self._carrier: _Carrier | None = None
-        self._wake: _Item | None = None
+        self.carrier: _Carrier | None = None
+        self.wake_item: _Item | None = None
         self.is_over = False
         self.on_end: Callable[[Any, BaseException | None], None] | None = None
         process.threads.append(self)
-        self._wake = scheduler.call_at(scheduler.now_s, process, self)
+        self.wake_item = scheduler.call_at(scheduler.now_s, process, self)
 
     def wake(self, delay_s: float = 0.0) -> None:
         """It goes on at that moment, unless something wakes it before."""
-        if self._wake is not None:
-            self._wake.cancelled = True
-        self._wake = self.scheduler.call_at(self.scheduler.now_s + delay_s, self.process, self)
+        if self.wake_item is not None:
+            self.wake_item.cancelled = True
+        self.wake_item = self.scheduler.call_at(self.scheduler.now_s + delay_s, self.process, self)
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         """Hands the baton to it. The caller lets go of everything."""
-        self._wake = None
-        if self._carrier is None:
-            self._carrier = _Carrier.take()
-            self._carrier.sim = self
-        self._carrier.baton.release()
+        self.wake_item = None
+        if self.carrier is None:
+            self.carrier = _Carrier.take()
+            self.carrier.sim = self
+        self.carrier.baton.release()
 
-    def _body(self) -> None:
+    def body(self) -> None:
         scheduler = self.scheduler
         scheduler.current_thread = self
         scheduler.current = self.process
@@ -211,7 +211,7 @@ class Scheduler:
         assert not self._in_item, "a callback cannot wait"
         if not thread.process.is_alive:
             raise SimKilledError
-        if timeout_s is not None and thread._wake is None:
+        if timeout_s is not None and thread.wake_item is None:
             thread.wake(timeout_s)
         self.current_thread = None
         self._pump(thread)
@@ -234,14 +234,14 @@ class Scheduler:
             woken = self._next_thread()
             if woken is me:
                 if me is not None:
-                    me._wake = None
+                    me.wake_item = None
                 return
             self._hand_over(woken)
-            baton = self._driver_baton if me is None else me._carrier.baton  # type: ignore[union-attr]
+            baton = self._driver_baton if me is None else me.carrier.baton  # type: ignore[union-attr]
             baton.acquire()
             return
 
-    def _pass_on(self) -> None:
+    def pass_on(self) -> None:
         """For a thread that has ended: the next one takes the baton."""
         self._hand_over(self._next_thread())
 
@@ -249,7 +249,7 @@ class Scheduler:
         if woken is None:
             self._driver_baton.release()
         else:
-            woken._resume()
+            woken.resume()
 
     def _next_thread(self) -> SimThread | None:
         """Runs items inline until one of them is a thread's turn; None for the driver's."""
@@ -259,7 +259,7 @@ class Scheduler:
             if action is self:
                 return None
             if type(action) is SimThread:
-                if action.is_over or item is not action._wake:
+                if action.is_over or item is not action.wake_item:
                     continue
                 return action
             self._run_item(item)
@@ -290,12 +290,12 @@ class Scheduler:
         self.current, self._in_item = process, True
         loop = process.loop if process is not None else None
         if loop is not None:
-            asyncio._set_running_loop(loop)
+            _set_running_loop(loop)
         try:
             item.action(*item.args)
         except Exception as error:  # noqa: BLE001 - whatever it is, the driver tells
             self.fail(error)
         finally:
             if loop is not None:
-                asyncio._set_running_loop(None)
+                _set_running_loop(None)
             self._in_item = False

@@ -29,7 +29,7 @@ from .sim_disk import SimOs
 from .sim_history import History, describe
 from .sim_journal import JournalDisk, SimJournal
 from .sim_loop import SimLoop
-from .sim_memory import MemoryWatch, SimEngine
+from .sim_memory import MemoryWatch, SimEngine, stamps_of
 from .sim_net import Network
 from .sim_scheduler import Process, Scheduler
 
@@ -97,6 +97,10 @@ class SimSegment(Segment):
 
 class SimNode(Node):
     world: World
+
+    @property
+    def is_started(self) -> bool:
+        return self._segment is not None
 
     def _allocate(self) -> Segment:
         return SimSegment.make(self.segment_name, self.config.dram_nbytes, self.world.watch)
@@ -175,7 +179,7 @@ class World:
 
     def note_recount(self, segment: str, fence: Fence) -> None:
         late = self._late_granules(segment) if self._is_latest(segment, fence) else {}
-        self._recounts[segment] = _Recount(fence, fence._table.copy(), len(self.lost_generations), late)
+        self._recounts[segment] = _Recount(fence, stamps_of(fence).copy(), len(self.lost_generations), late)
 
     def was_written_too_late(self, segment: str, offset: int, nbytes: int) -> bool:
         """The master that granted this space lost power, and the next one believes in what the space had before. It
@@ -194,9 +198,10 @@ class World:
     def _late_granules(self, segment: str) -> dict[int, int]:
         """Return what writers have stamped after a report of the node, with generations that were lost by then."""
         fence, counted, num_lost, late = self._recounts[segment]
-        found = {granule: stamp for granule, stamp in late.items() if fence._table[granule] == stamp}
-        for granule in np.flatnonzero(fence._table != counted).tolist():
-            stamp = int(fence._table[granule])
+        stamps = stamps_of(fence)
+        found = {granule: stamp for granule, stamp in late.items() if stamps[granule] == stamp}
+        for granule in np.flatnonzero(stamps != counted).tolist():
+            stamp = int(stamps[granule])
             if any(stamp in lost for lost in self.lost_generations[:num_lost]):
                 found[granule] = stamp
         return found
@@ -315,7 +320,7 @@ class World:
         name, _, tier = place.segment.rpartition(".")
         member = next(each for each in self.nodes if each.name == name)
         node = member.program
-        if tier == "dram" and member.is_alive and node is not None and node._segment is not None:
+        if tier == "dram" and member.is_alive and node is not None and node.is_started:
             member.program.segment.memory[place.offset + at] ^= bit
         elif tier == "ssd":
             file = self.disks.find(f"/disk/{name}/")[0].log_files().get(place.offset >> 32)
