@@ -25,11 +25,12 @@ def pytest_configure() -> None:
     own_mounts()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a service run in one process, the long ones first. All other tests run anywhere."""
     groups = {item.nodeid: _group_of(item) for item in items}
     for item in items:
-        if groups[item.nodeid] and config.pluginmanager.hasplugin("xdist"):
+        if groups[item.nodeid]:
             item.add_marker(pytest.mark.xdist_group(groups[item.nodeid]))
     items.sort(key=lambda item: _turn(groups[item.nodeid]))
 

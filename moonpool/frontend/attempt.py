@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import (
@@ -80,8 +80,7 @@ class Attempt:
         self._stages = {stage.name: await self._connect(stage) for stage in self.decision.stages}
         decode = await self._connect(self.decision.decode)
         call = Decode(spec=self._spec, resumes=resumes)
-        stream = decode.stream(call, timeout_s=self._deadline.remaining_s())
-        items = cast(AsyncGenerator[DecodeItem, None], stream)
+        items = decode.stream(call, timeout_s=self._deadline.remaining_s())
         second: asyncio.Task[DecodeItem] | None = None
         try:
             if resumes:

@@ -6,6 +6,9 @@ import pytest
 import torch
 from tiny_cluster import Oracle
 from tiny_models import save_tiny
+from waiting import HANG_S
+
+from moonpool.worker import reporter, service
 
 torch.set_num_threads(1)  # many engines in one process on two cores
 
@@ -19,6 +22,16 @@ def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def _uses_tiny_cache(tiny_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_CACHE", tiny_cache)  # not for the session: tests of other folders need the real one
+
+
+@pytest.fixture(autouse=True)
+def _quick_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conductors and idle workers hear of each other's changes soon, and a worker that leaves waits for its conductors,
+    however long that takes, but no second longer."""
+    monkeypatch.setattr(reporter, "_HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(reporter, "_RECONNECT_S", 0.02)
+    monkeypatch.setattr(service, "leave_all", lambda reporters, _: reporter.leave_all(reporters, HANG_S))
+    monkeypatch.setattr(service, "_ON_THEIR_WAY_S", 0.1)
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,10 @@ class CheckPool(Call[CheckReport]):
     pass
 
 
+class PassTime(Call[None]):
+    seconds: float
+
+
 def check_address(master_address: str) -> str:
     """Where the master of a fault test answers; `master_address` is a Unix socket's."""
     return f"{master_address}.check"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from store_check import CHECK_SERVICE, CheckPool, CheckReport, Span, check_address
+from severe import SevereError
+from store_check import CHECK_SERVICE, CheckPool, CheckReport, PassTime, Span, check_address
 from store_nursery import Nursery, Role
+from store_time import pass_here, use_passing_time
+from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import MoonpoolError, NoSpace
 from moonpool.base.rpc import BlockingClient, Call
@@ -28,15 +30,25 @@ from moonpool.transfer.engine import TransferEngine
 
 MIB = 1 << 20
 _FAST_DIR = "/dev/shm" if Path("/dev/shm").is_dir() else None  # thousands of syncs, and short names for sockets
-RULES: dict[str, Any] = {"heartbeat_s": 0.1, "tick_s": 0.01, "segment_ttl_s": 5.0, "lease_s": 0.2}
-
-
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    """For what another process brings about in its own time."""
-    end_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.01)
+# Promises last for long, and pass_time() ends them; but orders to a node, which may still carry them out, last longer.
+RULES: dict[str, Any] = {
+    "heartbeat_s": 0.1,
+    "tick_s": 0.01,
+    "segment_ttl_s": 3600.0,
+    "lease_s": 60.0,
+    "put_discard_s": 60.0,
+    "put_release_s": 60.0,
+    "order_timeout_s": 36_000.0,
+}
+PROMISES_S = 61.0  # longer than any of them, but that of a node's memory
+# What a client takes for a master or a node that does not answer: tests of it have other limits.
+PATIENT: dict[str, Any] = {
+    "rpc_timeout_s": 60.0,
+    "retry_s": 60.0,
+    "connect_timeout_s": 60.0,
+    "transfer_timeout_s": 60.0,
+    "read_timeout_s": 60.0,
+}
 
 
 def overlap(spans: Iterable[Span], others: Iterable[Span]) -> bool:
@@ -62,6 +74,7 @@ class Fleet:
         self._node_configs: dict[str, dict[str, Any]] = {}
         self._past: set[int] = set()  # incarnations of segments whose node has ended, as far as they were known
         self._nursery = nursery
+        self._has_load = False
         self._stack = ExitStack()
 
     # processes
@@ -91,7 +104,9 @@ class Fleet:
 
     def actor(self, role: str, **config: Any) -> Role:
         """A process that uses the pool."""
-        return self.bear(role, address=self.address, run_dir=self.run_dir, **config)
+        made = self.bear(role, address=self.address, run_dir=self.run_dir, **config)
+        self._has_load |= role == "load"
+        return made
 
     def restart_master(self) -> None:
         assert self.master is not None
@@ -102,38 +117,50 @@ class Fleet:
     # asking
 
     def client(self, *, shm: bool = True, **config: Any) -> Store:
-        timeout_s = config.get("transfer_timeout_s", 10.0)
+        settings = ClientConfig(**PATIENT | config)
+        timeout_s = settings.transfer_timeout_s
         engine = TransferEngine(TransferConfig(run_dir=self.run_dir, shm=shm, tcp_host=None, timeout_s=timeout_s))
         self._stack.callback(engine.close)
-        return self._stack.enter_context(
-            Store(self.address, engine=engine, config=ClientConfig(**{"retry_s": 10.0, **config}))
-        )
+        return self._stack.enter_context(Store(self.address, engine=engine, config=settings))
 
     def ask(self, call: Call[Any]) -> Any:
         with closing(BlockingClient(self.address, SERVICE)) as client:
-            return client.call(call, timeout_s=10.0)
+            return client.call(call, timeout_s=HANG_S)
 
     def report(self) -> CheckReport:
         with closing(BlockingClient(check_address(self.address), CHECK_SERVICE)) as client:
-            return client.call(CheckPool(), timeout_s=10.0)
+            return client.call(CheckPool(), timeout_s=HANG_S)
 
     def check(self) -> CheckReport:
         report = self.report()
-        assert report.problem is None, report.problem
+        if report.problem is not None:
+            raise SevereError(f"the master's state: {report.problem}")
         return report
 
-    def wait_settled(self, timeout_s: float = 20.0) -> None:
-        """No put is open, no space on its way, and no process holds a pin."""
-        deadline_s = time.monotonic() + timeout_s
-        while (report := self.check()).homeless or report.num_pins:
-            assert time.monotonic() < deadline_s, f"space is lost or a key is blocked: {report}"
-            time.sleep(0.01)
+    def pass_time(self, seconds: float = PROMISES_S) -> None:
+        """Let so much time pass at once, here and at the master. Nobody else may be reading or writing."""
+        assert not self._has_load, "loads rely on promises"
+        pass_here(seconds)
+        with closing(BlockingClient(check_address(self.address), CHECK_SERVICE)) as client:
+            client.call(PassTime(seconds), timeout_s=HANG_S)
 
-    def wait_ok(self, timeout_s: float = 20.0) -> None:
+    def wait_settled(self) -> None:
+        """No put is open, no space on its way, and no process holds a pin, once every promise has ended."""
+        wait_until(lambda: not self.check().on_its_way["copy"], "nodes copy nothing")
+        wait_until(self._is_settled, "no space is lost and no key is blocked")
+
+    def _is_settled(self) -> bool:
+        report = self.check()
+        is_held = bool(report.homeless or report.num_pins)
+        if is_held and not self._has_load:
+            self.pass_time()  # once for each promise: a put is given up, and then its space is kept for its writer
+        return not is_held
+
+    def wait_ok(self) -> None:
         """Every segment takes part."""
         expected = {f"{name}.dram" for name in self.nodes}
         expected |= {f"{name}.ssd" for name in self.nodes if "ssd_dir" in self._node_configs[name]}
-        wait_until(lambda: expected <= self._names_ok(), f"{expected} are ok", timeout_s)
+        wait_until(lambda: expected <= self._names_ok(), f"{expected} are ok")
 
     def _names_ok(self) -> set[str]:
         current = {each.descriptor.name for each in self._infos() if each.descriptor.incarnation not in self._past}
@@ -214,6 +241,7 @@ def open_folder() -> Iterator[Path]:
 @contextmanager
 def open_fleet(nursery: Nursery, *, start: bool = True, **rules: Any) -> Iterator[Fleet]:
     """With a master, and no node yet."""
+    use_passing_time()
     with open_folder() as folder:
         fleet = Fleet(nursery, folder, **rules)
         try:

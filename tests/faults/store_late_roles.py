@@ -1,7 +1,8 @@
 """Processes that stop themselves (SIGSTOP) at the worst moment of a read or a put, and say how it ended.
 
-They say "asking" before, so that the test can wait for the stop; after SIGCONT they say "right" (the bytes are those
-of the key's first version), "miss", "wrong ..." or "refused CODE".
+They say "asking" before, so that the test can wait for the stop. After SIGCONT their clock says that they were stopped
+for longer than any promise lasts, and they say "right" (the bytes are those of the key's first version), "miss",
+"wrong ..." or "refused CODE".
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from store_time import pass_here, use_passing_time
 from store_values import value_of, version_in
 
 from moonpool.base.errors import MoonpoolError
@@ -28,20 +30,22 @@ from moonpool.transfer.transports import mapped, sockets
 from moonpool.transfer.transports.tcp import single
 
 FIRST_VERSION = 1
+_STOPPED_S = 100_000.0
 _LARGE_NBYTES = 8192  # what is smaller is a header
 
 
 def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+    pass_here(_STOPPED_S)
 
 
 @contextmanager
 def _client(address: str, run_dir: str, shm: bool) -> Iterator[Store]:
+    use_passing_time()
+    limits = ClientConfig(rpc_timeout_s=60.0, retry_s=60.0, transfer_timeout_s=60.0, read_timeout_s=60.0)
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, shm=shm, tcp_host=None)) as engine,
-        Store(
-            address, engine=engine, config=ClientConfig(retry_s=10.0, transfer_timeout_s=60.0, read_timeout_s=60.0)
-        ) as client,
+        Store(address, engine=engine, config=limits) as client,
     ):
         yield client
 

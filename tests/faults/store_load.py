@@ -12,15 +12,17 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from severe import LostObject, WrongBytes, check_bytes
 from store_values import cut, value_of, version_in
+from waiting import wait_until
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.store import Store
-from moonpool.store.client import ClientConfig, Put, PutOptions
+from moonpool.store.client import ClientConfig, Put, PutOptions, ahead, view_ledger
 from moonpool.transfer.config import TransferConfig
 from moonpool.transfer.engine import TransferEngine
 
@@ -47,6 +49,7 @@ def run_load(
     rpc_timeout_s: float = 10.0,
 ) -> None:
     """Says "ready"; works between the lines "go" and "pause"; says "paused"; ends with its standard input."""
+    view_ledger.SPARE_S = ahead._LOOK_S = 0.1  # what a paused client still holds it gives back soon
     config = ClientConfig(transfer_timeout_s=transfer_timeout_s, rpc_timeout_s=rpc_timeout_s, retry_s=rpc_timeout_s)
     with (
         TransferEngine(TransferConfig(run_dir=run_dir, shm=shm, tcp_host=None)) as engine,
@@ -142,7 +145,8 @@ class _Load:
         version = version_in(data, number)
         if number in self.mine:
             allowed = self._history.allowed(number)
-            assert version in allowed, f"version {version} of {number} came back, allowed were {sorted(allowed)}"
+            if version not in allowed:
+                raise LostObject(f"version {version} of {number} came back, allowed were {sorted(allowed)}")
 
     def _get(self) -> None:
         number = self._rng.choice(self.all)
@@ -162,7 +166,7 @@ class _Load:
         number = self._rng.choice(self.all)
         head = bytearray(24)
         if self._client.get_ranges(key_of(number), [(0, head)]) is not None:
-            assert int.from_bytes(head[:8], "little") == number, "a range of another object"
+            check_bytes(head[:8], number.to_bytes(8, "little"), f"the start of {number}")
 
     def _view(self) -> None:
         number = self._rng.choice(self.mine)  # others' may be replaced, and read right all the same
@@ -207,6 +211,22 @@ class Ledger:
         """Whether its last change was a put, acknowledged before that moment."""
         version, at_s = self.acknowledged.get(number, (ABSENT, 0.0))
         return version != ABSENT and number not in self.unknown and at_s < before_s
+
+
+def check_ledgers(ledgers: Iterable[Ledger]) -> None:
+    """Nobody has seen a wrong byte, or a value that had been replaced or removed."""
+    if wrong := [line for ledger in ledgers for line in ledger.wrong]:
+        raise WrongBytes("".join(wrong))
+
+
+def wait_acknowledged(ledgers: Sequence[Path], num_more: int) -> None:
+    """Return when the clients with these ledgers have had so many more changes acknowledged."""
+
+    def num_acknowledged() -> int:
+        return sum(path.read_bytes().count(b" done ") for path in ledgers if path.exists())
+
+    enough = num_acknowledged() + num_more
+    wait_until(lambda: num_acknowledged() >= enough, f"{num_more} more changes are acknowledged")
 
 
 def read_ledger(path: Path) -> Ledger:

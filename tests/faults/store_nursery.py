@@ -21,6 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))  # this also runs as a script
+from severe import WrongBytes
+from waiting import HANG_S, wait_until
+
 _PR_SET_PDEATHSIG = 1
 _MAX_REQUEST_NBYTES = 64 * 1024
 
@@ -38,7 +42,7 @@ class Role:
     def say(self, line: str) -> None:
         self._in.write(line + "\n")
 
-    def hear(self, timeout_s: float = 30.0) -> str:
+    def hear(self, timeout_s: float = HANG_S) -> str:
         """The next line; "" when the process has ended without one."""
         deadline_s = time.monotonic() + timeout_s
         while b"\n" not in self._rest:
@@ -51,8 +55,10 @@ class Role:
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode()
 
-    def expect(self, line: str, timeout_s: float = 30.0) -> None:
-        heard = self.hear(timeout_s)
+    def expect(self, line: str) -> None:
+        heard = self.hear()
+        if heard.startswith("wrong "):
+            raise WrongBytes(heard)
         assert heard == line, f"expected {line!r}, heard {heard!r}"
 
     @property
@@ -68,13 +74,14 @@ class Role:
         self.signal(signal.SIGSTOP)
         self.wait_stopped()
 
-    def wait_stopped(self, timeout_s: float = 30.0) -> None:
+    def wait_stopped(self) -> None:
         """Until the process is stopped, by whoever it was."""
-        deadline_s = time.monotonic() + timeout_s
-        while _state_of(self.pid) != "T":
+
+        def is_stopped() -> bool:
             assert not self.is_gone, f"process {self.pid} ended instead of stopping"
-            assert time.monotonic() < deadline_s, f"process {self.pid} did not stop"
-            time.sleep(0.002)
+            return _state_of(self.pid) == "T"
+
+        wait_until(is_stopped, f"process {self.pid} stops")
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)
@@ -84,14 +91,14 @@ class Role:
         self.signal(signal.SIGKILL)
         self.wait_gone()
 
-    def wait_gone(self, timeout_s: float = 30.0) -> None:
-        assert select.select([self._pidfd], [], [], timeout_s)[0], f"process {self.pid} does not end"
+    def wait_gone(self) -> None:
+        assert select.select([self._pidfd], [], [], HANG_S)[0], f"process {self.pid} does not end"
 
     def close(self) -> None:
         """Ends it the friendly way, if it has not ended."""
         self.resume()
         self.signal(signal.SIGTERM)
-        if not select.select([self._pidfd], [], [], 10)[0]:
+        if not select.select([self._pidfd], [], [], HANG_S)[0]:
             self.kill()
         self._in.close()
         os.close(self._out_fd)
@@ -129,7 +136,7 @@ class Nursery:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(10)
+        self._process.wait(HANG_S)
 
 
 @contextmanager

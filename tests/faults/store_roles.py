@@ -9,12 +9,13 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from store_check import CHECK_SERVICE, CheckPool, check_address, report_on
+from store_check import CHECK_SERVICE, CheckPool, PassTime, check_address, report_on
 from store_late_roles import copy_late, put_late, view_late
 from store_load import run_load
+from store_time import PassingClock
 
 from moonpool.base.errors import MoonpoolError
-from moonpool.base.rpc import RpcServer
+from moonpool.base.rpc import Call, RpcPeer, RpcServer
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
@@ -48,9 +49,19 @@ async def _until_terminated() -> None:
 
 def run_master(**config: Any) -> None:
     async def serve() -> None:
-        master = Master(MasterConfig(**config))
+        settings = MasterConfig(**config)
+        clock = PassingClock(settings.tick_s + 0.2)
+        master = Master(settings, clock)
         address = await master.start()
-        check = RpcServer(CHECK_SERVICE, {CheckPool: lambda call, peer: report_on(master.state)}, name="master")
+
+        def pass_time(call: PassTime) -> None:
+            clock.passed_s += call.seconds
+
+        handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
+            CheckPool: lambda call, peer: report_on(master.state),
+            PassTime: lambda call, peer: pass_time(call),
+        }
+        check = RpcServer(CHECK_SERVICE, handlers, name="master")
         await check.listen(check_address(address))
         _say("ready")
         await _until_terminated()

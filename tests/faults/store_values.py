@@ -6,6 +6,8 @@ import random
 import struct
 from collections.abc import Sequence
 
+from severe import WrongBytes, check_bytes
+
 _HEAD = struct.Struct("<QQQ")  # number, version, size
 
 
@@ -16,12 +18,14 @@ def value_of(number: int, version: int, nbytes: int) -> bytes:
 
 
 def version_in(data: bytes | bytearray | memoryview, number: int) -> int:
-    """Which version of value `number` this is; AssertionError when it is none."""
+    """Which version of value `number` this is; WrongBytes when it is none."""
     found, version, body_nbytes = _HEAD.unpack_from(data)
-    assert found == number, f"bytes of value {found} instead of {number}"
-    assert len(data) == _HEAD.size + body_nbytes, f"{len(data)} bytes of value {number}"
-    assert data == value_of(number, version, len(data)), f"wrong bytes in version {version} of value {number}"
-    return version
+    if found != number:
+        raise WrongBytes(f"bytes of value {found} instead of {number}")
+    if len(data) != _HEAD.size + body_nbytes:
+        raise WrongBytes(f"{len(data)} bytes of value {number}")
+    check_bytes(data, value_of(number, version, len(data)), f"version {version} of value {number}")
+    return int(version)
 
 
 def cut(data: bytes, num_parts: int) -> Sequence[memoryview]:

@@ -1,15 +1,17 @@
 """A program that attacks every port of a service at a fixed rate: with HTTP requests, RPC frames, memory requests.
 
-    python strangers.py SEED ATTACKS_PER_S TARGETS       TARGETS: JSON of the class Targets
+    python strangers.py SEED ATTACKS_PER_S TARGETS [COUNT]       TARGETS: JSON of the class Targets
 
-It runs until it is killed, at the lowest priority. Each attack is one connection and ends after _PATIENCE_S; at most
-_MAX_OPEN are open at a time, and attacks that would exceed that are left out. What a seed does depends on nothing else.
+It ends after COUNT attacks; without a count it runs until it is killed, at the lowest priority. The ports take turns.
+Each attack is one connection and ends after _PATIENCE_S; at most _MAX_OPEN are open at a time, and others are left out
+or, with a count, wait. What a seed does depends on nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -42,7 +44,7 @@ _PATIENCE_S = 4.0
 _MAX_OPEN = 60
 # These calls are an operator's, and the ports cannot tell who is one: where they are understood they do what they say.
 _HONEST_EFFECTS = {"RemoveMatching", "UnmountSegment", "DrainSegment", "MountSegment"}
-_SHORT = {"model": "smollm2", "max_tokens": 2}  # whatever is valid among the bodies is answered soon
+_MAX_TOKENS = 2  # whatever is valid among the bodies is answered soon
 _CHAT_FIELDS = ("messages", "temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logprobs", "top_logprobs",
                 "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stream", "stream_options",
                 "stop_token_ids", "priority", "response_format", "tools", "max_completion_tokens", "min_tokens",
@@ -60,8 +62,9 @@ _QUERIES = (
 
 
 class Targets(msgspec.Struct):
-    """Addresses: `http` and `tcp` are host:port, the others are paths of Unix sockets."""
+    """Addresses: `http` and `tcp` are host:port, the others are paths of Unix sockets. `model` is the one served."""
 
+    model: str
     http: str | None = None
     store: list[str] = []
     conductor: list[str] = []
@@ -96,6 +99,7 @@ _SERVICE_NAMES = {
     "worker": cluster.WORKER_SERVICE,
     "node": node_messages.SERVICE,
 }
+_ROLES = ("store", "conductor", "worker")
 
 
 class Bodies:
@@ -148,21 +152,29 @@ class Stranger:
         self.rng = random.Random(seed)
         self.bodies = Bodies(self.rng)
         self._targets = targets
-        self._attacks: list[Attack] = []
-        if targets.http is not None:
-            self._attacks += [self.http_bytes, self.http_body, self.http_body, self.http_query, self.http_slow]
-        self._attacks += [self._rpc(kind, path) for kind in _SERVICE_NAMES for path in getattr(targets, kind)]
-        self._attacks += [self._shm(path) for path in targets.shm]
-        self._attacks += [self._tcp(address) for address in targets.tcp]
+        self._attacks = {
+            "http": [self.http_bytes, self.http_body, self.http_body, self.http_query, self.http_slow],
+            **{kind: [self._rpc(kind, path) for path in getattr(targets, kind)] for kind in _ROLES},
+            "memory": [
+                *(self._rpc("node", path) for path in targets.node),
+                *(self._shm(path) for path in targets.shm),
+                *(self._tcp(address) for address in targets.tcp),
+            ],
+        }
+        if targets.http is None:
+            del self._attacks["http"]
 
-    async def run(self, attacks_per_s: float) -> None:
+    async def run(self, attacks_per_s: float, count: int | None) -> None:
         open_attacks: set[asyncio.Task[None]] = set()
+        ports = itertools.cycle([attacks for attacks in self._attacks.values() if attacks])
         async with asyncio.TaskGroup() as group:  # a bug of an attack ends the program
-            while True:
+            num_begun = 0
+            while count is None or num_begun < count:
                 if len(open_attacks) < _MAX_OPEN:
-                    task = group.create_task(self._bounded(self.rng.choice(self._attacks)))
+                    task = group.create_task(self._bounded(self.rng.choice(next(ports))))
                     open_attacks.add(task)
                     task.add_done_callback(open_attacks.discard)
+                    num_begun += 1
                 await asyncio.sleep(1 / attacks_per_s)
 
     async def _bounded(self, attack: Attack) -> None:
@@ -227,7 +239,11 @@ class Stranger:
     async def http_body(self) -> None:
         rng, path = self.rng, self.rng.choice(_PATHS)
         prompt: dict[str, Any] = {"prompt": "hello"} if path.endswith("/completions") and "chat" not in path else {}
-        fixed = _SHORT | prompt | ({} if prompt else {"messages": [{"role": "user", "content": "hello"}]})
+        fixed = (
+            {"model": self._targets.model, "max_tokens": _MAX_TOKENS}
+            | prompt
+            | ({} if prompt else {"messages": [{"role": "user", "content": "hello"}]})
+        )
         if rng.random() < 0.2:
             fixed.pop(rng.choice([name for name in fixed if name != "max_tokens"]))
         if rng.random() < 0.1:
@@ -315,10 +331,11 @@ class Stranger:
 
 
 def main() -> None:
-    seed, attacks_per_s, targets = sys.argv[1:]
-    os.nice(19)
+    seed, attacks_per_s, targets, *count = sys.argv[1:]
+    if not count:
+        os.nice(19)
     stranger = Stranger(int(seed), msgspec.json.decode(targets, type=Targets))
-    asyncio.run(stranger.run(float(attacks_per_s)))
+    asyncio.run(stranger.run(float(attacks_per_s), int(count[0]) if count else None))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_cluster import VOCAB, Answer, Oracle, TinyWorker, greedy, prompt_of, tiny_cluster
+from severe import check_tokens
+from tiny_cluster import VOCAB, Oracle, greedy, prompt_of, tiny_cluster
+from tiny_gates import Hold
+from tiny_worker import TinyWorker
 
 from moonpool.base.errors import Internal, InvalidInput
 from moonpool.conductor.retries import Retries
@@ -20,13 +23,12 @@ Change = Callable[[Sequence[Chunk], torch.Tensor], torch.Tensor]
 
 def change_steps(worker: TinyWorker, change: Change) -> None:
     """Every step of the worker's model passes through `change`, which may raise."""
-    runner = worker._built.runner
-    execute = runner.execute
+    execute = worker.runner.execute
 
     def changed(chunks: Sequence[Chunk], hooks: Any = None) -> torch.Tensor:
         return change(chunks, execute(chunks, hooks).clone())
 
-    runner.execute = changed  # type: ignore[method-assign]
+    worker.runner.execute = changed  # type: ignore[method-assign]
 
 
 def is_of(prompt: list[int]) -> Callable[[Chunk], bool]:
@@ -44,10 +46,10 @@ def is_of(prompt: list[int]) -> Callable[[Chunk], bool]:
 async def test_vanishing_values_are_answered_like_their_limits(tiny_model: str, oracle: Oracle) -> None:
     async with tiny_cluster(tiny_model) as cluster:
         prompt = prompt_of(40)
-        expected = oracle(prompt, greedy(6))
+        expected = await oracle(prompt, greedy(6))
         for temperature in (1e-300, 1e-46):
             cold = SamplingParams(max_tokens=6, temperature=temperature, ignore_eos=True)
-            assert (await cluster.generate(prompt, cold)).tokens == expected
+            check_tokens((await cluster.generate(prompt, cold)).tokens, expected)
         repeating = SamplingParams(max_tokens=6, repetition_penalty=1e-40, ignore_eos=True)
         assert set((await cluster.generate(prompt, repeating)).tokens) <= {*prompt, *range(VOCAB)}
 
@@ -74,7 +76,7 @@ async def test_a_request_that_fails_takes_nobody_along(tiny_model: str, oracle: 
         with pytest.raises(Internal, match=r"raised IndexError|no usable probabilities"):
             await cluster.generate(bad, greedy(12))
         for task, prompt in zip(asking, good, strict=True):
-            assert (await task).tokens == oracle(prompt, greedy(12))
+            check_tokens((await task).tokens, await oracle(prompt, greedy(12)))
         assert cluster.stats(where).failed_requests == 1
         await cluster.check_idle()
 
@@ -91,20 +93,17 @@ async def test_a_suspect_is_computed_in_batches_of_its_own(
 
         change_steps(cluster.decode0, note)
         others = [prompt_of(20, seed=n) for n in (1, 2)]
-        started: asyncio.Queue[None] = asyncio.Queue()
-
-        def on_tokens(answer: Answer) -> None:
-            if len(answer.tokens) == 3:
-                started.put_nowait(None)
-
-        asking = [asyncio.create_task(cluster.generate(p, greedy(200), on_tokens=on_tokens)) for p in others]
-        for _ in others:
-            await started.get()
+        hold = Hold([cluster.decode0], 3)
+        asking = [asyncio.create_task(cluster.generate(each, greedy(60))) for each in others]
+        await cluster.until(lambda: cluster.decode0.stats().num_running == 2, "they decode")
         monkeypatch.setattr(Retries, "alone", True)
         suspect = prompt_of(30, seed=7)
-        assert (await cluster.generate(suspect, greedy(20))).tokens == oracle(suspect, greedy(20))
+        suspected = asyncio.create_task(cluster.generate(suspect, greedy(20)))
+        await cluster.until(lambda: cluster.decode0.stats().num_running == 3, "the suspect is there too")
+        hold.release()
+        check_tokens((await suspected).tokens, await oracle(suspect, greedy(20)))
         for task, prompt in zip(asking, others, strict=True):
-            assert (await task).tokens == oracle(prompt, greedy(200))
+            check_tokens((await task).tokens, await oracle(prompt, greedy(60)))
         mine = max({name for step in steps for name in step}, key=lambda name: int(name.split("/")[0].lstrip("r")))
         own = [step for step in steps if mine in step]
         assert own[:ALONE_STEPS] == [[mine]] * ALONE_STEPS
@@ -117,7 +116,7 @@ async def test_tokens_that_the_model_does_not_have_are_refused_at_the_door(tiny_
             with pytest.raises(InvalidInput, match=f"below {VOCAB}"):
                 await cluster.generate(prompt, greedy(2))
         prompt = prompt_of(20)
-        assert (await cluster.generate(prompt, greedy(3))).tokens == oracle(prompt, greedy(3))
+        check_tokens((await cluster.generate(prompt, greedy(3))).tokens, await oracle(prompt, greedy(3)))
 
 
 async def test_workers_start_and_serve_while_the_pool_is_away(tiny_model: str, oracle: Oracle) -> None:
@@ -127,5 +126,5 @@ async def test_workers_start_and_serve_while_the_pool_is_away(tiny_model: str, o
             await cluster.start_worker(role, 1, 48)
             await cluster.kill(f"{role}0")
         prompt = prompt_of(60)
-        assert (await cluster.generate(prompt, greedy(8))).tokens == oracle(prompt, greedy(8))
+        check_tokens((await cluster.generate(prompt, greedy(8))).tokens, await oracle(prompt, greedy(8)))
         await cluster.start_pool()

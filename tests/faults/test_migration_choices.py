@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from test_migration import PAGES, SAMPLED, slow_down
-from test_role_changes import change
+from moving_answers import PAGES, SAMPLED, hold_answers
+from role_changes import change
+from severe import check_tokens
 from tiny_cluster import RETRY, ROOT, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 from tiny_models import BLOCK_TOKENS
 
@@ -21,7 +22,7 @@ from moonpool.frontend.text import TextAssembler
 
 PROMPT = prompt_of(45, 3)
 MOVE_AFTER = 20  # tokens of each choice
-LONGEST = 150  # tokens
+LONGEST = 100  # tokens
 
 
 class NumberDecoder:
@@ -47,10 +48,10 @@ class MovingRequest:
             self.runners.append(ChoiceRunner(request, cluster.connections, RETRY))
             text = TextAssembler(NumberDecoder(), stops)
             choices.append(Choice(index, self.runners[-1], text, self.metrics, after=choices[0] if choices else None))
-        self._request = ClientRequest("moving", "tiny", [PROMPT], choices)
+        self.client = ClientRequest("moving", "tiny", [PROMPT], choices)
 
     async def run(self) -> None:
-        await self._request.run(self._take)
+        await self.client.run(self._take)
 
     async def _take(self, event: ChoiceEvent) -> None:
         result = self.results[event.index]
@@ -62,11 +63,12 @@ class MovingRequest:
         """Every choice decodes at decode0, and goes on at decode1, which decodes from then on only."""
         cluster = self._cluster
         await change(cluster, "decode1", WorkerRole.PREFILL)
-        slow_down(cluster)
+        hold = hold_answers(cluster, MOVE_AFTER)
         running = asyncio.create_task(self.run())
         await cluster.until(lambda: all(len(each.tokens) >= MOVE_AFTER for each in self.results), "all are under way")
         await change(cluster, "decode1", WorkerRole.DECODE)
         await cluster.decode0.drain()
+        hold.release()
         await running
         assert [runner.num_moves for runner in self.runners] == [1] * len(self.runners)
         assert [runner.num_attempts for runner in self.runners] == [1] * len(self.runners)
@@ -91,7 +93,7 @@ def check(got: ChoiceResult, tokens: list[int], stop: str = "") -> None:
     expected = undisturbed(tokens, stop)
     assert got.text == expected.text
     assert got.finish_reason == expected.finish_reason
-    assert [out.token for out in got.tokens] == tokens[: len(got.tokens)]
+    check_tokens([out.token for out in got.tokens], tokens[: len(got.tokens)])
 
 
 async def test_two_choices_of_one_prompt(tiny_model: str, oracle: Oracle) -> None:
@@ -100,16 +102,16 @@ async def test_two_choices_of_one_prompt(tiny_model: str, oracle: Oracle) -> Non
         request = MovingRequest(cluster, params, [])
         await request.drain_in_the_middle()
         for result, each in zip(request.results, params, strict=True):
-            check(result, oracle(PROMPT, each))
+            check(result, await oracle(PROMPT, each))
         assert request.results[0].text != request.results[1].text, "each has a seed of its own"
-        assert request._request.usage.completion_tokens == 2 * LONGEST
+        assert request.client.usage.completion_tokens == 2 * LONGEST
 
 
 async def test_a_stop_string_that_the_move_divides(tiny_model: str, oracle: Oracle) -> None:
     """It begins within a token before the move and ends within one after it: a part of it is withheld meanwhile."""
     params = greedy(LONGEST)
-    tokens = oracle(PROMPT, params)
-    text = "".join(f"{token};" for token in tokens[5:130])
+    tokens = await oracle(PROMPT, params)
+    text = "".join(f"{token};" for token in tokens[5:85])
     stop = text[1:-2]
     async with tiny_cluster(tiny_model, num_decode=2, decode_pages=PAGES) as cluster:
         request = MovingRequest(cluster, [params], [stop])
@@ -117,17 +119,17 @@ async def test_a_stop_string_that_the_move_divides(tiny_model: str, oracle: Orac
         [result] = request.results
         check(result, tokens, stop)
         assert result.finish_reason == "stop"
-        assert len(result.tokens) == 130
+        assert len(result.tokens) == 85
 
 
 async def test_a_stop_string_after_the_move_ends_one_of_two_choices(tiny_model: str, oracle: Oracle) -> None:
     params = [msgspec.structs.replace(SAMPLED, max_tokens=LONGEST, seed=derive_seed(11, number)) for number in range(2)]
-    answers = [oracle(PROMPT, each) for each in params]
-    stop = "".join(f"{token};" for token in answers[1][110:114])[1:]
+    answers = [await oracle(PROMPT, each) for each in params]
+    stop = "".join(f"{token};" for token in answers[1][80:84])[1:]
     async with tiny_cluster(tiny_model, num_decode=2, decode_pages=PAGES) as cluster:
         request = MovingRequest(cluster, params, [stop])
         await request.drain_in_the_middle()
         for result, tokens in zip(request.results, answers, strict=True):
             check(result, tokens, stop)
         assert [result.finish_reason for result in request.results] == ["length", "stop"]
-        assert len(request.results[1].tokens) == 114
+        assert len(request.results[1].tokens) == 84

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from severe import check_tokens
 from tiny_cluster import Answer, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 
 from moonpool.engine.sequence import SamplingParams
@@ -130,9 +131,9 @@ class Chaos:
 
 
 async def run(model: str, oracle: Oracle, requests: Sequence[Request], faults: Sequence[tuple[int, Fault]]) -> None:
-    sizes = {"num_prefill": 2, "num_decode": 2, "prefill_pages": 20, "decode_pages": 16, "dram_nbytes": 64 * 12288}
+    sizes: dict[str, Any] = {"prefill_pages": 20, "decode_pages": 16, "dram_nbytes": 64 * 12288}
     with pytest.MonkeyPatch.context() as patch:
-        async with tiny_cluster(model, max_batch_tokens=40, **sizes) as cluster:
+        async with tiny_cluster(model, num_prefill=2, num_decode=2, max_batch_tokens=40, **sizes) as cluster:
             chaos = Chaos(cluster, faults, patch)
             chaos.saw_tokens(0)
             await asyncio.gather(*(ask(cluster, oracle, chaos, request) for request in requests))
@@ -144,12 +145,12 @@ async def check_pool(cluster: TinyCluster, oracle: Oracle, requests: Sequence[Re
     """What the mix left in the pool gives the right tokens too, to workers that have nothing else."""
     await cluster.forget_pages(*cluster.living)
     for request in requests:
-        prompt, params = request.prompt + oracle(request.prompt, request.params), greedy(4)
-        assert (await cluster.generate(prompt, params)).tokens == oracle(prompt, params)
+        prompt, params = request.prompt + await oracle(request.prompt, request.params), greedy(4)
+        check_tokens((await cluster.generate(prompt, params)).tokens, await oracle(prompt, params))
 
 
 async def ask(cluster: TinyCluster, oracle: Oracle, chaos: Chaos, request: Request) -> None:
-    expected = oracle(request.prompt, request.params)
+    expected = await oracle(request.prompt, request.params)
     seen: list[int] = []
 
     def on_tokens(answer: Answer) -> None:
@@ -165,9 +166,9 @@ async def ask(cluster: TinyCluster, oracle: Oracle, chaos: Chaos, request: Reque
     await asyncio.wait((asking,))
     if asking.cancelled():
         assert request.cancel_after is not None
-        assert seen == expected[: len(seen)]
+        check_tokens(seen, expected[: len(seen)])
     else:
-        assert asking.result().tokens == expected
+        check_tokens(asking.result().tokens, expected)
 
 
 BOUNDS = settings(

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
+from role_changes import change, roles, set_role
+from severe import check_tokens
 from tiny_cluster import Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
+from tiny_gates import Hold
+from waiting import HANG_S
 
-from moonpool.base.cluster import CONDUCTOR_SERVICE, WorkerRole
+from moonpool.base.cluster import WorkerRole
 from moonpool.base.errors import InvalidInput, NotFound
-from moonpool.base.rpc import AsyncClient
-from moonpool.conductor.messages import SetRole
+from moonpool.conductor.costs import CostModels
 
 PARAMS = greedy(12)
 NUM_CLIENTS = 4
-
-
-def roles(cluster: TinyCluster) -> dict[str, WorkerRole]:
-    return {worker.info.name: worker.info.role for worker in cluster.conductor._state.workers}
-
-
-async def set_role(cluster: TinyCluster, worker: str, role: WorkerRole | None) -> None:
-    client = await AsyncClient.connect(cluster._at("c.sock"), CONDUCTOR_SERVICE, name="test")
-    try:
-        await client.call(SetRole(worker=worker, role=role))
-    finally:
-        client.close()
-
-
-async def change(cluster: TinyCluster, worker: str, role: WorkerRole) -> None:
-    await set_role(cluster, worker, role)
-    await cluster.until(lambda: roles(cluster).get(worker) is role, f"{worker} is {role}")
 
 
 def pick(current: dict[str, WorkerRole], rng: random.Random) -> tuple[str, WorkerRole]:
@@ -41,16 +28,20 @@ def pick(current: dict[str, WorkerRole], rng: random.Random) -> tuple[str, Worke
     return name, WorkerRole.DECODE if current[name] is WorkerRole.PREFILL else WorkerRole.PREFILL
 
 
-async def client(cluster: TinyCluster, oracle: Oracle, number: int, done: asyncio.Event) -> int:
-    """Sends requests until it is told to stop, each with a prefix that others share; returns how many."""
-    rng, count = random.Random(number), 0
+async def client(cluster: TinyCluster, oracle: Oracle, number: int, done: asyncio.Event, served: Counter[int]) -> None:
+    """Sends requests until it is told to stop, each with a prefix that others share; counts them."""
+    rng = random.Random(number)
     while not done.is_set():
-        prompt = prompt_of(32, rng.randrange(3)) + prompt_of(rng.randrange(1, 60), 100 * number + count)
+        own = rng.randrange(16)
+        prompt = prompt_of(32, rng.randrange(3)) + prompt_of(1 + 4 * own, own)
         answer = await cluster.generate(prompt, PARAMS)
-        assert answer.tokens == oracle(prompt, PARAMS)
+        check_tokens(answer.tokens, await oracle(prompt, PARAMS))
         assert answer.num_attempts == 1, "a change of roles is no failure"
-        count += 1
-    return count
+        served[number] += 1
+
+
+async def until_served(cluster: TinyCluster, served: Counter[int], num_answers: int) -> None:
+    await cluster.until(lambda: served.total() >= num_answers, "answers between the changes")
 
 
 @pytest.mark.parametrize("num_pages", [48, 20])
@@ -60,22 +51,29 @@ async def test_twenty_changes_under_load(tiny_model: str, oracle: Oracle, num_pa
     async with tiny_cluster(
         tiny_model, num_prefill=2, num_decode=2, prefill_pages=num_pages, decode_pages=num_pages
     ) as cluster:
+        served: Counter[int] = Counter()
+
+        def have_computed() -> bool:
+            return all(cluster.stats(name).handoff_nbytes > 0 for name in cluster.workers)
+
         async with asyncio.TaskGroup() as group:
-            clients = [group.create_task(client(cluster, oracle, number, done)) for number in range(NUM_CLIENTS)]
-            for _ in range(20):
+            for number in range(NUM_CLIENTS):
+                group.create_task(client(cluster, oracle, number, done, served))
+            num_changes = 0
+            while num_changes < 20 or not have_computed():  # until every worker has had prompts to compute
                 await change(cluster, *pick(roles(cluster), rng))
-                await asyncio.sleep(rng.uniform(0.0, 0.1))
+                num_changes += 1
+                await until_served(cluster, served, served.total() + rng.randrange(3))
             done.set()
-        assert sum(one.result() for one in clients) >= NUM_CLIENTS
-        served = {name: worker._samples.handoff_nbytes for name, worker in cluster.workers.items()}
-        assert all(nbytes > 0 for nbytes in served.values()), f"every worker has computed prompts: {served}"
+        assert all(served[number] > 0 for number in range(NUM_CLIENTS))
 
 
 async def test_the_rule_moves_workers_to_the_role_that_is_short(
     tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts wait at the only prefill worker, while three decode workers have little to do."""
-    monkeypatch.setattr("moonpool.conductor.elastic._TTFT_S", 0.002)  # so small a model computes a prompt in that time
+    monkeypatch.setattr("moonpool.conductor.elastic._TTFT_S", 0.002)
+    monkeypatch.setattr(CostModels, "learn", lambda *_: None)  # by the priors a prompt takes longer than that
     monkeypatch.setattr("moonpool.conductor.elastic.HOLD_S", 0.2)
     monkeypatch.setattr("moonpool.conductor.elastic.REST_S", 0.5)
     monkeypatch.setattr("moonpool.conductor.service.REBALANCE_S", 0.05)
@@ -87,7 +85,7 @@ async def test_the_rule_moves_workers_to_the_role_that_is_short(
             while not done.is_set():
                 prompt = prompt_of(150, 1000 * number + count)
                 answer = await cluster.generate(prompt, greedy(2))
-                assert answer.tokens == oracle(prompt, greedy(2))
+                check_tokens(answer.tokens, await oracle(prompt, greedy(2)))
                 assert answer.num_attempts == 1
                 count += 1
 
@@ -98,9 +96,9 @@ async def test_the_rule_moves_workers_to_the_role_that_is_short(
             def has_moved() -> bool:
                 return list(roles(cluster).values()).count(WorkerRole.PREFILL) >= 2
 
-            await cluster.until(has_moved, "a decode worker computes prompts", timeout_s=60)
+            await cluster.until(has_moved, "a decode worker computes prompts")
             done.set()
-        assert cluster.conductor._state.roles.num_moved >= 1
+        assert cluster.conductor.state.roles.num_moved >= 1
 
 
 async def test_a_worker_keeps_its_pages_through_a_change(tiny_model: str, oracle: Oracle) -> None:
@@ -114,11 +112,11 @@ async def test_a_worker_keeps_its_pages_through_a_change(tiny_model: str, oracle
         await cluster.check_idle()
         for name in ("prefill0", "prefill1", "decode1"):
             await cluster.workers[name].on_engine(cluster.workers[name].pages.drop_cached)
-        state = cluster.conductor._state
+        state = cluster.conductor.state
         await cluster.until(lambda: state.index.worker_blocks("decode0") > 0, "its blocks are known")
         await cluster.until(lambda: not state.index.worker_blocks("prefill0"), "others' are gone")
         answer = await cluster.generate(prompt, PARAMS)
-        assert answer.tokens == oracle(prompt, PARAMS)
+        check_tokens(answer.tokens, await oracle(prompt, PARAMS))
         assert answer.prefills[0].local_tokens == 64
         assert answer.prefills[0].pool_tokens == 0
 
@@ -135,11 +133,9 @@ async def test_a_conductor_that_starts_again_learns_the_roles(tiny_model: str) -
 
 async def test_a_worker_that_drains_ends_its_requests_and_gets_no_new_ones(tiny_model: str, oracle: Oracle) -> None:
     async with tiny_cluster(tiny_model, num_prefill=2, num_decode=2) as cluster:
-        begun, drained = asyncio.Event(), asyncio.Event()
         long, params = prompt_of(40, 1), greedy(200)
-        running = asyncio.create_task(cluster.generate(long, params, on_tokens=lambda _: begun.set()))
-        await begun.wait()  # the first token: the decode worker may not have begun
-
+        hold = Hold((cluster.decode0, cluster.decode1), 2)
+        running = asyncio.create_task(cluster.generate(long, params))
         busy: list[str] = []
 
         def is_decoding() -> bool:
@@ -149,13 +145,14 @@ async def test_a_worker_that_drains_ends_its_requests_and_gets_no_new_ones(tiny_
         await cluster.until(is_decoding, "it decodes")
         [name] = busy
         draining = asyncio.create_task(cluster.workers[name].drain())
-        draining.add_done_callback(lambda _: drained.set())
         await cluster.until(lambda: name not in roles(cluster), "it has left")
+        hold.release()
         answers = await asyncio.gather(*(cluster.generate(prompt_of(30, seed), PARAMS) for seed in range(4)))
         assert [answer.num_attempts for answer in answers] == [1] * 4
         answer = await running
-        assert (answer.tokens, answer.num_attempts) == (oracle(long, params), 1)
-        await asyncio.wait_for(drained.wait(), 20)
+        check_tokens(answer.tokens, await oracle(long, params))
+        assert answer.num_attempts == 1
+        await asyncio.wait_for(draining, HANG_S)
 
 
 async def test_what_cannot_be(tiny_model: str) -> None:
@@ -167,7 +164,7 @@ async def test_what_cannot_be(tiny_model: str) -> None:
         await set_role(cluster, "prefill0", None)
 
         def is_elastic() -> bool:
-            return any(not worker.info.fixed for worker in cluster.conductor._state.workers)
+            return any(not worker.info.fixed for worker in cluster.conductor.state.workers)
 
         await cluster.until(is_elastic, "the rule may change it")
         assert roles(cluster)["prefill0"] is WorkerRole.PREFILL

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
-from store_fleet import MIB, Fleet, open_fleet, wait_until
+from store_fleet import MIB, Fleet, open_fleet
 from store_flips import FlippingProxy, NodeDisk, NodeMemory, flip_in_object
-from store_load import read_ledger
+from store_load import check_ledgers, read_ledger
 from store_nursery import Nursery, Role, open_nursery
 from store_values import cut, value_of, version_in
+from waiting import wait_until
 
 from moonpool.base.errors import Corrupt, MoonpoolError, NotFound, StaleGeneration
 from moonpool.store import Store
@@ -146,14 +147,13 @@ def end_load(fleet: Fleet, loads: list[Role]) -> None:
         load.say("pause")
         load.expect("paused")
         ledger = read_ledger(fleet.folder / f"ledger-{number}")
-        assert ledger.wrong == []
+        check_ledgers([ledger])
         assert ledger.num_acknowledged > 0
 
 
 def flip_where_it_lies(nursery: Nursery, seed: int, num_flips: int) -> None:
     rng = random.Random(seed)
-    # Nodes that a busy machine makes silent for a while are not given up: nothing but flips costs a replica here.
-    with open_fleet(nursery, lease_s=2.0, segment_ttl_s=120.0, hot_hits=6, promote_after_hits=2) as fleet:
+    with open_fleet(nursery, lease_s=2.0, hot_hits=6, promote_after_hits=2) as fleet:
         memories: dict[str, NodeMemory | NodeDisk] = {}
         for name in ("n0", "n1"):
             node = fleet.start_node(name, dram_nbytes=48 * MIB, ssd_nbytes=256 * MIB, ssd_rest_s=2.5)
@@ -245,14 +245,14 @@ def test_a_bit_flipped_before_the_object_is_offloaded(nursery: Nursery, round_tr
 def flip_on_the_wire(nursery: Nursery, seed: int, num_flips: int) -> None:
     """The client reaches the node through a proxy that spoils a frame now and then, in either direction."""
     rng = random.Random(seed)
-    with open_fleet(nursery, lease_s=5.0, put_discard_s=1.0, put_release_s=1.2) as fleet:
-        fleet.start_node("n0", dram_nbytes=32 * MIB, tcp_advertise_host="127.0.0.2")
+    with open_fleet(nursery, put_discard_s=1.0, put_release_s=1.2, lease_s=0.5) as fleet:
+        fleet.start_node("n0", dram_nbytes=64 * MIB, tcp_advertise_host="127.0.0.2")
         fleet.wait_ok()
         proxy = FlippingProxy("127.0.0.2", fleet.port_of("n0.dram"), "127.0.0.1", seed)
         with closing(proxy):
-            client = fleet.client(shm=False, transfer_timeout_s=0.5)
+            client = fleet.client(shm=False, transfer_timeout_s=0.2)
             victims = Victims(fleet, client, rng)
-            loads = [start_load(fleet, 0, rng), start_load(fleet, 1, rng, shm=False, transfer_timeout_s=0.5)]
+            loads = [start_load(fleet, 0, rng), start_load(fleet, 1, rng, shm=False, transfer_timeout_s=0.2)]
             while proxy.num_flips < num_flips:
                 number = rng.randrange(NUM_VICTIMS)
                 proxy.arm(rng.choice(["there", "back"]))
@@ -264,8 +264,9 @@ def flip_on_the_wire(nursery: Nursery, seed: int, num_flips: int) -> None:
             proxy.disarm()
             end_load(fleet, loads)
             fleet.wait_settled()
+            victims.client = fleet.client(shm=False)
             for number in range(NUM_VICTIMS):  # as if nothing had been
-                client.remove_many([key_of(number)], force=True)
+                victims.client.remove_many([key_of(number)], force=True)
                 victims.put(number)
                 victims.get(number)
 

@@ -10,21 +10,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from store_fleet import MIB, Fleet, fill, open_fleet, overlap, wait_until
+from store_fleet import MIB, Fleet, fill, open_fleet, overlap
 from store_late_roles import FIRST_VERSION
-from store_load import KEYS_EACH, read_ledger
+from store_load import KEYS_EACH, check_ledgers, read_ledger, wait_acknowledged
 from store_nursery import Nursery, Role, open_nursery
 from store_values import value_of, version_in
+from waiting import wait_until
 
 from moonpool.store import Store
 
 KEY, NUMBER = b"late", 7
 NBYTES = 200_000
 DRAM_NBYTES = 2 * MIB
-# Short, so that a process is late soon. put_release_s is the longest of them.
-TIMES = {"lease_s": 0.1, "put_discard_s": 0.3, "put_release_s": 0.5, "segment_ttl_s": 30.0}
 
 restarts_master = pytest.mark.parametrize("restart", [False, True], ids=["", "master restarts"])
 
@@ -37,7 +37,7 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture
 def fleet(nursery: Nursery) -> Iterator[Fleet]:
-    with open_fleet(nursery, **TIMES) as made:
+    with open_fleet(nursery) as made:
         made.start_node("n0", dram_nbytes=DRAM_NBYTES)
         made.wait_ok()
         yield made
@@ -56,7 +56,9 @@ def wait_late(fleet: Fleet, restart: bool) -> None:
     """Until every promise that ends by itself has ended."""
     if restart:
         fleet.restart_master()
-    time.sleep(max(fleet.rules["lease_s"], fleet.rules["put_release_s"]) + 0.1)
+    fleet.pass_time()
+    wait_until(lambda: not fleet.check().on_its_way["put"], "puts are given up")
+    fleet.pass_time()
 
 
 def fill_up(client: Store, prefix: bytes = b"new") -> list[bytes]:
@@ -180,6 +182,7 @@ def test_a_dead_viewer_keeps_nothing(fleet: Fleet, client: Store, restart: bool)
         fleet.wait_ok()
     else:
         viewer.kill()
+    fleet.pass_time()  # of a look-up's lease
     wait_until(lambda: fleet.check().homeless == [], "the space is free")
     keys = fill_up(client)
     assert len(keys) == DRAM_NBYTES // (NBYTES + 4096)
@@ -280,7 +283,7 @@ def test_a_node_stopped_for_too_long_takes_nothing_from_those_who_hold_its_memor
     nursery: Nursery, holder: str
 ) -> None:
     """The master gives it up and takes it back, empty; but a view is still looked at, and a put still being written."""
-    with open_fleet(nursery, **{**TIMES, "segment_ttl_s": 0.5}) as fleet:
+    with open_fleet(nursery) as fleet:
         node = fleet.start_node("n0", dram_nbytes=DRAM_NBYTES)
         fleet.wait_ok()
         client = fleet.client()
@@ -290,6 +293,7 @@ def test_a_node_stopped_for_too_long_takes_nothing_from_those_who_hold_its_memor
         else:
             late = start_writer(fleet, shm=True)
         node.stop()
+        fleet.pass_time(fleet.rules["segment_ttl_s"] + 1.0)
         wait_until(lambda: not fleet.stats().segments, "the node is given up")
         node.resume()
         fleet.wait_ok()
@@ -307,15 +311,16 @@ def test_a_node_stopped_for_too_long_takes_nothing_from_those_who_hold_its_memor
 def stop_at_random(nursery: Nursery, seed: int, num_stops: int) -> None:
     """Under load, in a pool that is too small: leases run out, puts are discarded, space is used again."""
     rng = random.Random(seed)
-    times = {"lease_s": 0.05, "put_discard_s": 0.15, "put_release_s": 0.25, "segment_ttl_s": 30.0}
+    times: dict[str, Any] = {"lease_s": 0.05, "put_discard_s": 0.15, "put_release_s": 0.25}
     with open_fleet(nursery, **times) as fleet:
         fleet.start_node("n0", dram_nbytes=1 * MIB)
         fleet.wait_ok()
         loads = [start_load(fleet, number, rng) for number in range(3)]
+        ledger_paths = [fleet.folder / f"ledger-{number}" for number in range(3)]
         for load in loads:
             load.say("go")
         for _ in range(num_stops):
-            time.sleep(rng.uniform(0.0, 0.1))  # any moment will do
+            wait_acknowledged(ledger_paths, rng.randint(11, 30))  # any moment will do
             stopped = rng.sample(loads, rng.randint(1, 2))
             for load in stopped:
                 load.stop()
@@ -326,8 +331,8 @@ def stop_at_random(nursery: Nursery, seed: int, num_stops: int) -> None:
             load.say("pause")
             load.expect("paused")
         fleet.wait_settled()
-        ledgers = [read_ledger(fleet.folder / f"ledger-{number}") for number in range(3)]
-        assert [line for ledger in ledgers for line in ledger.wrong] == []
+        ledgers = [read_ledger(path) for path in ledger_paths]
+        check_ledgers(ledgers)
         assert sum(ledger.num_acknowledged for ledger in ledgers) > 10 * num_stops
         assert fleet.counter("evicted") > 0
         assert fleet.counter("corrupt_replicas") == 0

@@ -17,11 +17,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from tiny_models import BLOCK_TOKENS, load_runner
+from tiny_worker import TinyWorker
+from waiting import HANG_S, until
 
 from moonpool.base.keys import chain_keys, object_key
 from moonpool.conductor.placement.policy import PolicyConfig
@@ -36,19 +38,17 @@ from moonpool.frontend.workers import Connections
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
-from moonpool.worker.build import Built
 from moonpool.worker.config import WorkerConfig
-from moonpool.worker.kv_link.pieces import PieceMemory
 from moonpool.worker.messages import PrefillReply, TokenOut, WorkerStats
-from moonpool.worker.service import Worker
 
 T = TypeVar("T")
 ROOT = bytes(range(32))  # of a tenant that only tests have
 VOCAB = 211
 PAGE_NBYTES = 3 * 2 * 2 * BLOCK_TOKENS * 8 * 4  # of the tiny llama
-RETRY = RetryPolicy(max_attempts=6, backoff_s=0.01, max_backoff_s=0.05, worker_wait_s=5.0)
-# A limit for hangs only: an answer of 200 slowed steps takes 8 s, and several times that where others use the machine.
-PATIENCE_S = 60.0
+RETRY = RetryPolicy(max_attempts=6, backoff_s=0.01, max_backoff_s=0.05, worker_wait_s=60.0)
+# What a worker takes for a pool that is away or too slow. All of it is in one process that may stall, so that only the
+# tests of these limits have short ones.
+PATIENT: dict[str, Any] = {"pool_silence_s": 60.0, "pool_timeout_s": 60.0, "pull_timeout_s": 60.0, "pull_grace_s": 60.0}
 _NAMES = itertools.count()
 
 
@@ -63,16 +63,24 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 class Oracle:
-    """What an engine alone, undisturbed and with an empty cache answers."""
+    """What an engine alone, undisturbed and with an empty cache answers. It computes on a thread of its own: the loop
+    serves the master and all workers' connections. Each answer is computed once.
+    """
 
     def __init__(self, model: str) -> None:
         self._runner = load_runner(model, num_pages=64)
-        self.tokens = lru_cache(maxsize=None)(self._tokens)
+        self._one_at_a_time = threading.Lock()
+        self._computed = lru_cache(maxsize=None)(self._compute)
 
-    def __call__(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        return list(self.tokens(tuple(prompt), params))
+    async def __call__(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        return list(await asyncio.to_thread(self._tokens, tuple(prompt), params))
 
     def _tokens(self, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+        with self._one_at_a_time:
+            return self._computed(prompt, params)
+
+    def _compute(self, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+        torch.set_num_threads(1)  # the number belongs to the thread
         limits = SchedulerConfig(max_batch_tokens=512, max_num_seqs=1, max_seq_tokens=1024)
         engine = Engine(Scheduler(limits, PageManager(64, BLOCK_TOKENS)), self._runner)
         return engine.generate([prompt], params)[0].tokens
@@ -80,67 +88,6 @@ class Oracle:
 
 # So small a model computes as fast as it pulls; what is tested is what happens to pulls.
 ALWAYS_PULLS = PolicyConfig(name="paper")
-
-
-class TinyWorker(Worker):
-    """A worker whose engine reports its death instead of ending the process."""
-
-    def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
-        super().__init__(config)
-        self._tell_fatal = on_fatal
-
-    def _connect(self, built: Built) -> None:
-        super()._connect(built)
-        self._loop._on_fatal = self._tell_fatal
-
-    @property
-    def role(self) -> Any:
-        """The one that it started with."""
-        return self._prefill if self.config.role == "prefill" else self._decode
-
-    @property
-    def pages(self) -> PageManager:
-        return self._built.scheduler.pages
-
-    @property
-    def pieces(self) -> PieceMemory:
-        return self._built.pieces
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._built.scheduler.num_preemptions
-
-    async def on_engine(self, function: Callable[[], T]) -> T:
-        """Runs it where the pages are looked after."""
-        return await asyncio.wrap_future(self._loop.call(function))
-
-    def post(self, function: Callable[[], None]) -> None:
-        self._loop.post(function)
-
-    def page_bytes(self, page: int) -> bytes:
-        layout = self._built.layout
-        return b"".join(bytes(self.pieces.memory(page, range(layer, layer + 1))) for layer in range(layout.num_layers))
-
-    def is_handing_off(self) -> bool:
-        return self._queue._num_handoffs > 0
-
-    def is_idle(self) -> bool:
-        stats = self.stats()
-        nothing_left = not (self._prefill._prompts or self._decode._streams)
-        is_quiet = (stats.reserved_pages, stats.num_waiting, stats.num_running) == (0, 0, 0)
-        return nothing_left and is_quiet and stats.free_pages == stats.num_pages and not len(self._queue)
-
-    async def die(self) -> None:
-        """As by kill -9 seen from outside: all its connections end at once; what its threads do is up to the test."""
-        tasks, self._tasks = self._tasks, []
-        assert tasks
-        assert self._server is not None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._server.close()
-        await asyncio.to_thread(self._peers.close)
-        await asyncio.to_thread(self._loop.close)
 
 
 @dataclass
@@ -151,11 +98,15 @@ class Answer:
     num_attempts: int = 0
     num_moves: int = 0
     outs: list[TokenOut] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)  # of each token
 
-    @property
-    def longest_gap_s(self) -> float:
-        return max(later - sooner for sooner, later in pairwise(self.times_s))
+
+class TinyMaster(Master):
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.sleep(0)
+        assert self._server is not None
+        for peer in list(self._server.peers):  # a connection that was accepted just when the server closed
+            peer.abort()
 
 
 class TinyCluster:
@@ -170,12 +121,12 @@ class TinyCluster:
         policy: PolicyConfig,
         settings: dict[str, Any],
     ) -> None:
-        self._model, self._dir, self._node_settings, self._settings = model, run_dir, node_settings, settings
+        self._model, self._dir, self._node_settings, self.settings = model, run_dir, node_settings, settings
         self._policy = policy
         self._wires: dict[str, Any] = {"shm": shm, "tcp_host": None if shm else "127.0.0.1"}
         self.workers: dict[str, TinyWorker] = {}
         self.conductors: list[Conductor] = []  # the first of them is `conductor`
-        self.conductor_address = self._at("c.sock")  # of all of them
+        self.conductor_address = self.address_of("c.sock")  # of all of them
         self.dead: set[str] = set()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
@@ -191,19 +142,19 @@ class TinyCluster:
 
     # -- its roles ---------------------------------------------------------------------------------------------
 
-    def _at(self, name: str) -> str:
+    def address_of(self, name: str) -> str:
         return f"unix:{self._dir / name}"
 
     async def start_pool(self, dram_nbytes: int | None = None) -> None:
         """A master and a node, new ones if there were others before, at the same addresses."""
-        self.master = Master(
-            MasterConfig(data_dir=str(self._dir / "m"), listen=self._at("m.sock"), heartbeat_s=0.05, tick_s=0.01)
+        self.master = TinyMaster(
+            MasterConfig(data_dir=str(self._dir / "m"), listen=self.address_of("m.sock"), heartbeat_s=0.05, tick_s=0.01)
         )
         await self.master.start()
         self.node = Node(
             NodeConfig(
                 name="n",
-                master_address=self._at("m.sock"),
+                master_address=self.address_of("m.sock"),
                 run_dir=str(self._dir / "r"),
                 retry_s=0.02,
                 **self._wires,
@@ -215,26 +166,24 @@ class TinyCluster:
     async def stop_pool(self) -> None:
         await self.node.close()
         await self.master.close()
-        await asyncio.sleep(0)
-        for peer in list(self.master._server.peers):  # a connection that was accepted just when the server closed
-            peer.abort()
 
     async def start_conductor(self) -> None:
-        self.conductor = Conductor(
-            ConductorConfig(address=self._at("c.sock"), store_address=self._at("m.sock"), policy=self._policy)
-        )
+        self.conductor = Conductor(self._conductor_config("c.sock"))
         await self.conductor.start()
         self.connections = Connections(self.conductor_address)
         self.conductors[:1] = [self.conductor]
 
     async def start_second_conductor(self) -> None:
         """Before the workers: they report to both."""
-        config = ConductorConfig(address=self._at("c1.sock"), store_address=self._at("m.sock"), policy=self._policy)
-        self.conductors.append(Conductor(config))
+        self.conductors.append(Conductor(self._conductor_config("c1.sock")))
         await self.conductors[1].start()
-        self.conductor_address += "," + self._at("c1.sock")
+        self.conductor_address += "," + self.address_of("c1.sock")
         await self.connections.close()
         self.connections = Connections(self.conductor_address)
+
+    def _conductor_config(self, name: str) -> ConductorConfig:
+        master = self.address_of("m.sock")
+        return ConductorConfig(address=self.address_of(name), store_address=master, policy=self._policy)
 
     async def start_worker(self, role: str, number: int, num_pages: int) -> TinyWorker:
         name = f"{role}{number}"
@@ -242,16 +191,16 @@ class TinyCluster:
             name=name,
             role=role,  # type: ignore[arg-type]
             model=self._model,
-            address=self._at(f"{role[0]}{number}.sock"),
+            address=self.address_of(f"{role[0]}{number}.sock"),
             conductor_address=self.conductor_address,
-            master_address=self._at("m.sock"),
+            master_address=self.address_of("m.sock"),
             run_dir=str(self._dir / "r"),
             kv_nbytes=num_pages * PAGE_NBYTES,
             block_tokens=BLOCK_TOKENS,
             report_interval_s=0.02,
             threads=1,
             **self._wires,
-            **{"pull_grace_s": 10.0, **self._settings},  # tests say how long a pull may take
+            **PATIENT | self.settings,
         )
         worker = self.workers[name] = TinyWorker(config, self._on_fatal)
         await worker.start()
@@ -296,7 +245,7 @@ class TinyCluster:
         params: SamplingParams,
         *,
         on_tokens: Callable[[Answer], None] | None = None,
-        timeout_s: float = PATIENCE_S,
+        timeout_s: float = HANG_S,
     ) -> Answer:
         """Fails at once when an engine dies meanwhile."""
         work = asyncio.create_task(self._generate(prompt, params, on_tokens, timeout_s))
@@ -318,7 +267,6 @@ class TinyCluster:
                 answer.num_attempts = generation.num_attempts
                 answer.tokens += [out.token for out in batch.tokens]
                 answer.outs += batch.tokens
-                answer.times_s += [time.monotonic()] * len(batch.tokens)
                 answer.finish_reason = batch.finish_reason
                 if batch.prefill is not None:
                     answer.prefills.append(batch.prefill)
@@ -336,22 +284,23 @@ class TinyCluster:
     def puts_in_progress(self) -> int:
         return self.master.state.stats().counters["puts_in_progress"]
 
-    async def until(self, holds: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
+    async def until(self, holds: Callable[[], object], what: str) -> None:
         """For what threads bring about in their own time."""
-        end_s = time.monotonic() + timeout_s
-        while not holds():
+
+        def holds_in_health() -> object:
             self.check_engines()
-            assert time.monotonic() < end_s, f"not within {timeout_s:g} s: {what}"
-            await asyncio.sleep(0.002)
+            return holds()
+
+        await until(holds_in_health, what)
 
     async def check_idle(self) -> None:
         """Every page is free, nobody waits or runs, no put is open, and all the books balance."""
         for name, worker in self.living.items():
             await self.until(worker.is_idle, f"{name} holds nothing: {worker.stats()}, {worker.pages.owned}")
         # A put whose end did not reach a busy master is discarded after half a minute.
-        await self.until(lambda: self.puts_in_progress == 0, "no put is open", timeout_s=60.0)
+        await self.until(lambda: self.puts_in_progress == 0, "no put is open")
         for worker in self.living.values():
-            await worker.on_engine(worker._built.scheduler.check_integrity)
+            await worker.on_engine(worker.scheduler.check_integrity)
             assert worker.pages.owned == {}
         self.master.state.check_integrity()
         self.check_engines()
@@ -391,8 +340,8 @@ async def tiny_cluster(
     policy: PolicyConfig = ALWAYS_PULLS,
     **settings: Any,
 ) -> AsyncIterator[TinyCluster]:
-    """Checks at the end that nothing is held anywhere. `settings` go to every WorkerConfig; `node_secret` is the node's
-    secret_file.
+    """Checks at the end that nothing is held anywhere. `settings` go to every WorkerConfig, over those of PATIENT;
+    `node_secret` is the node's secret_file.
     """
     async with AsyncExitStack() as stack:
         # Not tmp_path: a Unix socket's path has at most 107 bytes.
@@ -410,48 +359,3 @@ async def tiny_cluster(
             await cluster.start_worker("decode", number, decode_pages)
         yield cluster
         await cluster.check_idle()
-
-
-class Gate:
-    """Stops the n-th call of a function, on whatever thread, until the test lets it go on."""
-
-    def __init__(self, at: int = 1) -> None:
-        self.at = at
-        self._num_calls = 0
-        self._lock = threading.Lock()
-        self._reached = threading.Event()
-        self._open = threading.Event()
-
-    def around(self, function: Callable[..., T]) -> Callable[..., T]:
-        def gated(*args: Any, **kwargs: Any) -> T:
-            self.stop_here()
-            return function(*args, **kwargs)
-
-        return gated
-
-    def stop_here(self) -> bool:
-        """Whether this was the call to stop."""
-        with self._lock:
-            self._num_calls += 1
-            is_mine = self._num_calls == self.at
-        if is_mine:
-            self.mark_reached()
-            assert self._open.wait(20), "a gate was never opened"
-        return is_mine
-
-    def mark_reached(self) -> None:
-        """For places that stop by themselves."""
-        self._reached.set()
-
-    def follow(self, is_due: bool = False) -> None:
-        """Stops too, if the call to stop has come; for what could run away meanwhile. If that call `is_due`, waits for
-        it first.
-        """
-        assert not is_due or self._reached.wait(20), "the gate was never reached"
-        assert not self._reached.is_set() or self._open.wait(20), "a gate was never opened"
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self._reached.wait, 10), "the gate was never reached"
-
-    def open(self) -> None:
-        self._open.set()

@@ -87,7 +87,7 @@ def run_tests(tests: Sequence[str], copy: Path) -> Found:
     events = copy.parent / "outcomes.jsonl"
     events.touch()
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
-    plugins = ["-p", "tests.gate.outcomes", "--gate-outcomes", str(events), "-p", "tests.gate.planted"]
+    plugins = ["-p", "tests.gate.outcomes", f"--gate-outcomes={events}", "-p", "tests.gate.planted"]
     command = [sys.executable, "-m", "pytest", *options, *plugins, *(str(ROOT / test) for test in tests)]
     before = os.environ.get("PYTHONPATH", "")
     path = os.pathsep.join(filter(None, (str(copy.parent), before, str(ROOT))))

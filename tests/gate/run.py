@@ -51,10 +51,14 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def run_pytest(arguments: Sequence[str], folder: Path) -> Run:
-    """Its output goes where ours goes. At SIGINT its tests end what they started."""
+    """Its output goes where ours goes. At SIGINT its tests end what they started.
+
+    A value of our options is joined to its name: pytest looks for its configuration before it knows them, and would
+    take a word of its own for a path to test.
+    """
     path = folder / "outcomes.jsonl"
     path.write_text("")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.gate.outcomes", "--gate-outcomes", str(path), *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gate.outcomes", f"--gate-outcomes={path}", *arguments]
     sys.stdout.flush()
     exit_status = run_to_end(command, signal.SIGINT)
     return read_run(map(json.loads, path.read_text().splitlines()), exit_status)
@@ -65,7 +69,7 @@ def repeat(arguments: Sequence[str], first: Run, folder: Path) -> Run:
     names = folder / "failed.json"
     names.write_text(json.dumps(list(first.failures)))
     say(f"the gate repeats what failed, alone: {len(first.failures)}")
-    return run_pytest([*arguments, "-n", "0", "--gate-only", str(names)], folder)
+    return run_pytest([*arguments, "-n", "0", f"--gate-only={names}"], folder)
 
 
 def read_listed(path: Path) -> set[str]:

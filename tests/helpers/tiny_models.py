@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-CONFIGS = {
+CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_SHAPE),
     "llama_tied_biased": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True, attention_bias=True),
     "llama3_rope": lambda: LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3_ROPE),

@@ -21,8 +21,8 @@ NUM_SEEDS, NUM_SOAK_SEEDS = 350, 10_000
 NUM_STORMS, NUM_SOAK_STORMS = 100, 5_000
 PER_TEST = 50  # so that workers share them evenly, and a failure names few
 # What failed once, in `make soak` or elsewhere, is run by every `make test` from then on.
-FAILED_SEEDS: tuple[int, ...] = ()
-FAILED_STORMS: tuple[int, ...] = ()
+FAILED_SEEDS = (377, 520)  # below 1,000, only 520 finds the planted bug "the fence admits everybody"
+FAILED_STORMS = (639, 3073)
 # The long run takes other seeds on each day.
 ROTATED = int(time.time() // 86_400) * NUM_SOAK_SEEDS
 # Where to look for planted bugs: one of the first seeds here finds each.

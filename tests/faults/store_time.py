@@ -1,0 +1,39 @@
+"""Time that passes at once, in each process of a pool under test.
+
+The master's promises last for long, so that a host that stalls breaks none of them, and a test that waits for their end
+lets that time pass: first at those who rely on the promises, then at the master.
+"""
+
+from __future__ import annotations
+
+import time
+
+from moonpool.base.clock import AttendedClock, BootClock
+
+_passed_s = 0.0
+
+
+def pass_here(seconds: float) -> None:
+    """Let the clients of this process see that so much time has passed."""
+    global _passed_s
+    _passed_s += seconds
+
+
+def use_passing_time() -> None:
+    """Let the clients that this process makes from now on see the time that passes. Idempotent."""
+    setattr(BootClock, "now_s", _now_s)  # noqa: B010 - mypy does not let a method be assigned
+
+
+def _now_s(_: BootClock) -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) + _passed_s
+
+
+class PassingClock(AttendedClock):
+    """The master's."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__(step_s)
+        self.passed_s = 0.0
+
+    def now_s(self) -> float:
+        return super().now_s() + self.passed_s
