@@ -21,8 +21,9 @@ export async function enter(page, redraw) {
 function advice(found) {
   if (!found) return "Nothing has been measured yet.";
   if (found.min_tokens === null) return "By what was measured, computing is always faster than fetching KV from the pool.";
+  const bandwidth = found.measured_nbytes_s ? ` (${rate(found.measured_nbytes_s)})` : ""; // null: infinite, as seen so far
   const speed = found.pulled_tokens_s && found.computed_tokens_s
-    ? ` A prefix of ${count(found.at_tokens)} tokens is pulled at ${count(found.pulled_tokens_s)} tokens/s (${rate(found.measured_nbytes_s)}) and computed at ${count(found.computed_tokens_s)} tokens/s.` : "";
+    ? ` A prefix of ${count(found.at_tokens)} tokens is pulled at ${count(found.pulled_tokens_s)} tokens/s${bandwidth} and computed at ${count(found.computed_tokens_s)} tokens/s.` : "";
   return `Prefixes from ${found.min_tokens} token${found.min_tokens === 1 ? "" : "s"} on are worth fetching.${speed}`;
 }
 

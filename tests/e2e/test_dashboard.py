@@ -13,6 +13,7 @@ import pytest
 from browser import NARROW, WIDE, LivePage, running_browser
 from e2e_service import Service
 from playwright.sync_api import Browser, expect
+from playwright.sync_api import Route as BrowserRoute
 from waiting import HANG_S, wait_until
 
 from moonpool.base.cluster import CONDUCTOR_SERVICE
@@ -179,6 +180,28 @@ def test_the_transfers_are_drawn_within_their_card(browser: Browser, service: Se
         assert box["x"] + box["width"] <= card["x"] + card["width"] - 10, "nothing is cut off at the right edge"
     page.check()
     page.close()
+
+
+@pytest.mark.parametrize("missing", ["measured_nbytes_s", "pulled_tokens_s", "computed_tokens_s", "min_tokens"])
+def test_predictions_when_nothing_limits_a_pull_yet(page: LivePage, missing: str) -> None:
+    """JSON has null for what is infinite, as after pulls that took equally long whatever their size."""
+    found = {
+        "at_tokens": 8192,
+        "min_tokens": 1,
+        "measured_nbytes_s": 1e9,
+        "pulled_tokens_s": 2e4,
+        "computed_tokens_s": 1e3,
+    }
+
+    def answer(route: BrowserRoute) -> None:
+        reply = route.fetch()
+        route.fulfill(response=reply, json={**reply.json(), "fetch_or_compute": found})
+
+    page.tab.route("**/v1/status*", answer)
+    tab = page.open("predictions")
+    expected = "always faster" if missing == "min_tokens" else "from 1 token on are worth fetching."
+    expect(tab.locator("main section").last).to_contain_text(expected)
+    page.tab.unroute_all(behavior="wait")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
