@@ -35,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _turn(groups[item.nodeid]))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where pytest-xdist groups tests, it adds the group to the name. If it did not, services would start many times."""
+    if getattr(session.config.option, "loadgroup", False):
+        ungrouped = [item.nodeid for item in session.items if _group_of(item) and "@" not in item.nodeid]
+        if ungrouped:
+            raise pytest.UsageError(f"pytest-xdist does not group {len(ungrouped)} tests, first {ungrouped[0]}")
+
+
 def _group_of(item: pytest.Item) -> str:
     """Return the name of the tests that run in one process with this one; "" for none."""
     names = getattr(item, "fixturenames", ())

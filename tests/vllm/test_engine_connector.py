@@ -18,13 +18,12 @@ from call_recording import SPAN_NBYTES
 from vllm_pool import FEWEST_LOADED, prompt_of
 from vllm_process import Answer, Connector, VllmProcess, assert_same_text
 from waiting import wait_until
-from wall_time import crowding
 
 pytestmark = pytest.mark.vllm
 StartVllm = Callable[..., VllmProcess]
 Answers = dict[int, Answer]
 OUTAGE_S = 12.0
-MOST_HELD_UP_S = 0.25
+MOST_HELD_UP_S = OUTAGE_S / 4  # of the engine's thread, in all its steps of one outage; it is printed
 NUM_LAYERS = 4
 BLOCKS_PER_PROMPT = 16  # the last of them is not full
 
@@ -88,7 +87,7 @@ def free_port() -> int:
 def assert_not_held_up(engine: VllmProcess) -> None:
     times = engine.step_times()
     print(f"held up {times.sum_s:.3f} s in {times.count} steps, {times.longest_s:.3f} s at most in one")
-    assert times.sum_s <= MOST_HELD_UP_S * crowding()
+    assert times.sum_s <= MOST_HELD_UP_S
 
 
 def test_one_engine_computes_and_another_answers(start_vllm: StartVllm, right_answers: Answers) -> None:
