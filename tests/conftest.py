@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where pytest-xdist groups tests, it adds the group to the name. If it did not, services would start many times."""
+    """Where pytest-xdist groups tests, it adds the group to the name. Otherwise services would start many times."""
     if getattr(session.config.option, "loadgroup", False):
         ungrouped = [item.nodeid for item in session.items if _group_of(item) and "@" not in item.nodeid]
         if ungrouped:

@@ -195,7 +195,7 @@ def test_predictions_when_nothing_limits_a_pull_yet(page: LivePage, missing: str
 
     def answer(route: BrowserRoute) -> None:
         reply = route.fetch()
-        route.fulfill(response=reply, json={**reply.json(), "fetch_or_compute": found})
+        route.fulfill(response=reply, json={**reply.json(), "fetch_or_compute": {**found, missing: None}})
 
     page.tab.route("**/v1/status*", answer)
     tab = page.open("predictions")
