@@ -34,7 +34,7 @@ serve: $(VENV)/.runtime
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy -n 2
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.gate.scan
 

@@ -13,7 +13,7 @@ from typing import Any
 from severe import SevereError
 from store_check import CHECK_SERVICE, CheckPool, CheckReport, PassTime, Span, check_address
 from store_nursery import Nursery, Role
-from store_time import pass_here, use_passing_time
+from store_time import pass_here, passing_time
 from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import MoonpoolError, NoSpace
@@ -241,8 +241,7 @@ def open_folder() -> Iterator[Path]:
 @contextmanager
 def open_fleet(nursery: Nursery, *, start: bool = True, **rules: Any) -> Iterator[Fleet]:
     """With a master, and no node yet."""
-    use_passing_time()
-    with open_folder() as folder:
+    with passing_time(), open_folder() as folder:
         fleet = Fleet(nursery, folder, **rules)
         try:
             if start:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from store_time import pass_here, use_passing_time
+from store_time import pass_here, passing_time
 from store_values import value_of, version_in
 
 from moonpool.base.errors import MoonpoolError
@@ -41,9 +41,9 @@ def _stop() -> None:
 
 @contextmanager
 def _client(address: str, run_dir: str, shm: bool) -> Iterator[Store]:
-    use_passing_time()
     limits = ClientConfig(rpc_timeout_s=60.0, retry_s=60.0, transfer_timeout_s=60.0, read_timeout_s=60.0)
     with (
+        passing_time(),
         TransferEngine(TransferConfig(run_dir=run_dir, shm=shm, tcp_host=None)) as engine,
         Store(address, engine=engine, config=limits) as client,
     ):

@@ -7,6 +7,8 @@ lets that time pass: first at those who rely on the promises, then at the master
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from moonpool.base.clock import AttendedClock, BootClock
 
@@ -19,9 +21,15 @@ def pass_here(seconds: float) -> None:
     _passed_s += seconds
 
 
-def use_passing_time() -> None:
-    """Let the clients that this process makes from now on see the time that passes. Idempotent."""
+@contextmanager
+def passing_time() -> Iterator[None]:
+    """Let this process's clients see the time that passes, inside the block only: others use that clock."""
+    real = BootClock.now_s
     setattr(BootClock, "now_s", _now_s)  # noqa: B010 - mypy does not let a method be assigned
+    try:
+        yield
+    finally:
+        setattr(BootClock, "now_s", real)  # noqa: B010
 
 
 def _now_s(_: BootClock) -> float:
