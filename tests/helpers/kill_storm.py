@@ -88,11 +88,13 @@ class Storm:
         """Return whether no front end listened, as is right between the kill of the last one and its successor."""
         if answer.connected_s is not None:
             return False
-        before = [kill.stopped_s for kill in self.kills if kill.is_front_end and kill.stopped_s <= answer.ended_s]
-        if not before:
+        killed = [kill for kill in self.kills if kill.is_front_end and kill.stopped_s <= answer.ended_s]
+        if not killed:
             return False
-        served_since = (each for each in self.answers if each.connected_s is not None and each.began_s > max(before))
-        return not any(each.connected_s < answer.began_s for each in served_since if each.connected_s is not None)
+        # What connected before it had gone may have been in its own queue.
+        since_s = max(kill.gone_s for kill in killed)
+        connected_s = (each.connected_s for each in self.answers if each.connected_s is not None)
+        return not any(since_s < each_s < answer.began_s for each_s in connected_s)
 
     def check(self) -> None:
         """Raise WrongToken for a wrong answer, AssertionError for one that was lost and not on a killed front end."""
