@@ -49,7 +49,8 @@ def usage(answer: ChatCompletion | Completion | ChatCompletionChunk) -> Completi
 def cached_tokens(answer: ChatCompletion | Completion) -> int | None:
     details = usage(answer).prompt_tokens_details
     assert details is not None
-    return details.cached_tokens
+    cached: int | None = details.cached_tokens
+    return cached
 
 
 async def test_chat(client: openai.AsyncOpenAI) -> None:
