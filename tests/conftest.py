@@ -18,7 +18,8 @@ settings.register_profile("soak", deadline=None, max_examples=1000, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 _SHARED_SERVICES = ("two_each", "one_each", "smollm2")  # tests/e2e/conftest.py
-_BY_FILE = ("e2e", "faults", "bench")  # their files start services and clusters that all tests of the file use
+_LONG = ("e2e", "faults", "bench")  # folders whose files take longest
+_SPREAD = ("test_simulation.py",)  # long files of tests that share nothing
 
 
 def pytest_configure() -> None:
@@ -27,12 +28,11 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a service run in one process, the long ones first. All other tests run anywhere."""
-    groups = {item.nodeid: _group_of(item) for item in items}
+    """Tests that share a service run in one process, as do those of one file; those that take long come first."""
     for item in items:
-        if groups[item.nodeid]:
-            item.add_marker(pytest.mark.xdist_group(groups[item.nodeid]))
-    items.sort(key=lambda item: _turn(groups[item.nodeid]))
+        if group := _group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=_turn)
 
 
 @pytest.hookimpl(trylast=True)
@@ -46,13 +46,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _group_of(item: pytest.Item) -> str:
     """Return the name of the tests that run in one process with this one; "" for none."""
+    shared = _shared_by(item)
+    return shared or (item.path.name if item.path.name not in _SPREAD else "")
+
+
+def _shared_by(item: pytest.Item) -> str:
     names = getattr(item, "fixturenames", ())
-    for shared in _SHARED_SERVICES:
-        if shared in names:
-            return shared
-    return item.path.name if item.path.parent.name in _BY_FILE else ""
+    return next((shared for shared in _SHARED_SERVICES if shared in names), "")
 
 
-def _turn(group: str) -> tuple[int, str]:
-    first = len(_SHARED_SERVICES)
-    return (_SHARED_SERVICES.index(group) if group in _SHARED_SERVICES else first + (not group), group)
+def _turn(item: pytest.Item) -> tuple[bool, int, bool]:
+    """Tests of one group stay together."""
+    shared = _shared_by(item)
+    return (not shared, _SHARED_SERVICES.index(shared) if shared else -1, item.path.parent.name not in _LONG)

@@ -52,6 +52,7 @@ dram = "32MB"
 """
 STILL_S = 5.0  # beyond its compute
 CUT_S = 10.0
+CLIENTS = {"a": 2, "b": 1}
 BODIES: list[dict[str, Any]] = [
     {"model": "small", "prompt": token_prompt(200 + 40 * n, n), "max_tokens": 48, "temperature": 0, "ignore_eos": True}
     for n in range(6)
@@ -112,8 +113,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> list[SeenAnswer]:
     """The answer to each question that stood still for the longest time, with as many clients as later."""
-    with cluster.clients(a=3, b=2) as clients:
-        wait_until(lambda: clients["a"].num_seen >= 12 and clients["b"].num_seen >= 12, "every question twice")
+    with cluster.clients(**CLIENTS) as clients:
+        wait_until(lambda: clients["a"].num_seen >= 6 and clients["b"].num_seen >= 6, "every question twice")
     seen = [each for one in clients.values() for each in one.stop()]
     assert not any(each.error for each in seen), seen
     slowest = [max((each for each in seen if each.number == n), key=lambda each: each.silence_s) for n in range(6)]
@@ -149,7 +150,7 @@ TIMES = pytest.mark.parametrize("checks_silence", [False, pytest.param(True, mar
 def test_a_machine_is_drained_leaves_and_comes_back(
     cluster: Cluster, undisturbed: list[SeenAnswer], checks_silence: bool
 ) -> None:
-    with cluster.clients(a=3, b=2) as clients:
+    with cluster.clients(**CLIENTS) as clients:
         for name in ("c-decode-0", "c-prefill-0", "c-node"):
             cluster.drain(name)
         cluster.running["c"].stop()
@@ -199,7 +200,7 @@ def cut_off(
 
 @TIMES
 def test_a_machine_is_cut_off_for_10_s(cluster: Cluster, undisturbed: list[SeenAnswer], checks_silence: bool) -> None:
-    with cluster.clients(a=3, b=2) as clients:
+    with cluster.clients(**CLIENTS) as clients:
         cut_s, joined_s = cut_off(cluster, "b", clients, serving="a")
     outside, inside = clients["a"].stop(), clients["b"].stop()
     report("b is cut off, at a", outside)
@@ -213,7 +214,7 @@ def test_a_machine_is_cut_off_for_10_s(cluster: Cluster, undisturbed: list[SeenA
 @pytest.mark.soak
 def test_the_machine_of_master_and_conductor_is_cut_off(cluster: Cluster, undisturbed: list[SeenAnswer]) -> None:
     """The other machines' front end reaches no conductor either."""
-    with cluster.clients(a=3, b=2) as clients:
+    with cluster.clients(**CLIENTS) as clients:
         cut_s, joined_s = cut_off(cluster, "a", clients)
     for name, each in clients.items():
         report(f"a is cut off, at {name}", each.stop())

@@ -204,8 +204,7 @@ def test_predictions_when_nothing_limits_a_pull_yet(page: LivePage, missing: str
     page.tab.unroute_all(behavior="wait")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize(("width", "scheme"), [(WIDE, "light"), (NARROW, "dark")])
 def test_every_view_is_accessible_and_fits(browser: Browser, service: Service, width: int, scheme: str) -> None:
     """Screenshots are for people to look at: build/dashboard."""
     page = LivePage(browser, service.url, width=width, scheme=scheme)

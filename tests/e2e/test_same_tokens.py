@@ -23,7 +23,7 @@ from moonpool.engine.tokenizer import Tokenizer, load_tokenizer
 MODEL = "smollm2"
 MAX_TOKENS = 12
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 127, 128, 129, 200, 320, 449, 640, 1000, 1500)
-REAL_LENGTHS = (1, 64, 129, 640)
+REAL_LENGTHS = (1, 129, 400)
 
 
 @cache

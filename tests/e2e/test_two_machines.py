@@ -46,10 +46,10 @@ def tokens_of(text: str) -> list[int]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The tiny llama, with a tokenizer whose words say which tokens they are."""
     import tokenizers
-    from tiny_models import save_tiny
+    from tiny_llama import SMALLEST, save_tiny_llama
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    save_tiny("llama", folder)
+    save_tiny_llama(folder, SMALLEST)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{n}": n for n in range(VOCAB)}, unk_token="t0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))

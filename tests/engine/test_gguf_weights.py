@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
@@ -10,13 +11,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from tiny_models import greedy, greedy_by_transformers, load_runner, save_tiny
-from transformers import PreTrainedModel
 
 from moonpool.base.errors import ModelError
 from moonpool.engine.gguf_file import GgufFile
 from moonpool.engine.model_files import read_config, resolve
 from moonpool.engine.tokenizer import load_tokenizer
 from moonpool.engine.weights import open_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LAYER = {
     "input_layernorm": "attn_norm",

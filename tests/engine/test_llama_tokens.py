@@ -6,17 +6,20 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import BLOCK_TOKENS, CONFIGS, greedy, greedy_by_transformers, load_runner, save_tiny
-from transformers import PreTrainedModel
 
 from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import Chunk, pages_for
 
-Pair = tuple[PreTrainedModel, Runner]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Pair = tuple["PreTrainedModel", Runner]
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_cluster import Oracle
-from tiny_models import save_tiny
+from tiny_llama import SMALLEST, save_tiny_llama
 from waiting import HANG_S
 
 from moonpool.worker import reporter, service
@@ -37,7 +37,7 @@ def _quick_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny("llama", folder / "model")
+    save_tiny_llama(folder / "model", SMALLEST)
     return str(folder / "model")
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from moonpool.engine.config import ModelConfig
 from moonpool.engine.kv_memory import KvLayout
@@ -17,6 +16,9 @@ from moonpool.engine.model_files import read_config, resolve
 from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import Chunk
 from moonpool.engine.weights import load_weights
+
+if TYPE_CHECKING:  # importing it takes ten seconds, of each process that only collects tests, too
+    from transformers import PreTrainedModel
 
 BLOCK_TOKENS = 16
 _SHAPE: dict[str, Any] = {
@@ -39,24 +41,26 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**_SHAPE),
-    "llama_tied_biased": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True, attention_bias=True),
-    "llama3_rope": lambda: LlamaConfig(**_SHAPE, rope_parameters=_LLAMA3_ROPE),
-    "linear_rope": lambda: LlamaConfig(
-        **_SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    ),
-    "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**_SHAPE),
-    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=16),
+# Transformers' class of the configuration, and what differs from the shape.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama_tied_biased": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama3_rope": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
+    "linear_rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
 }
 
 
 def save_tiny(name: str, folder: Path, *, shards: bool = False) -> PreTrainedModel:
     """Makes the model, saves it as a Hugging Face folder and returns it."""
+    import transformers
+
     torch.manual_seed(7)
-    make: Any = AutoModelForCausalLM.from_config
-    model: PreTrainedModel = make(CONFIGS[name](), dtype=torch.float32)
+    kind, differs = CONFIGS[name]
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    model: PreTrainedModel = make(getattr(transformers, kind)(**_SHAPE, **differs), dtype=torch.float32)
     model.train(False)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
