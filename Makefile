@@ -54,7 +54,8 @@ test: $(VENV)/.dev programs
 	$(BIN)/moonpool model fetch smollm2
 	$(GATE) --name $(if $(ARGS),part,test) -- $(ALL) $(ARGS)
 
-# The tests that start no service and take no second, for a look while one works.
+# For a look while one works: no services and no file that takes more than 10 s of the whole run, in two processes.
+QUICK := -m "not gpu and not soak and not model" -n 2 --dist loadgroup --no-loadscope-reorder @tests/not_quick.args
 quick: $(VENV)/.dev
 	$(GATE) --name quick -- $(QUICK) $(ARGS)
 

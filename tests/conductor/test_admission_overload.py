@@ -20,6 +20,7 @@ from moonpool.conductor.admission.request_forecast import RequestForecast
 
 FORMS = (AdmissionForm.NONE, AdmissionForm.EARLY, AdmissionForm.PREDICTED)
 DURATION_S = 300.0
+SEEDS = pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 BEST_RATES = (6.0, 7.0, 8.0, 10.0)  # the best lies between, not at an end
 
 
@@ -37,14 +38,14 @@ def best_rate(seed: int) -> float:
     return max(BEST_RATES, key=lambda rate: steady_outcome(AdmissionForm.PREDICTED, rate, seed).good)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@SEEDS
 def test_at_twice_the_best_rate_each_form_wastes_less_than_the_one_before(seed: int) -> None:
     rate = 2 * best_rate(seed)
     none, early, predicted = (steady_outcome(form, rate, seed) for form in FORMS)
     assert predicted.wasted < early.wasted < none.wasted
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@SEEDS
 def test_goodput_at_twice_the_best_rate_is_nine_tenths_of_the_best(seed: int) -> None:
     rate = best_rate(seed)
     best, over = (steady_outcome(AdmissionForm.PREDICTED, one, seed) for one in (rate, 2 * rate))
@@ -52,7 +53,7 @@ def test_goodput_at_twice_the_best_rate_is_nine_tenths_of_the_best(seed: int) ->
     assert over.good == over.done  # nobody who was served to the end missed a target
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@SEEDS
 def test_on_a_saw_tooth_the_forms_waste_less_and_serve_about_as_many(seed: int) -> None:
     none, early, predicted = (saw_outcome(form, seed) for form in FORMS)
     assert predicted.wasted < early.wasted < none.wasted
@@ -101,7 +102,7 @@ def _pop_one(queue: AdmissionQueue, now_s: float) -> list[WaitingRequest]:
     return queue.pop_ready(now_s, lambda _: room.pop() if room else False)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@SEEDS
 def test_a_flood_does_not_keep_a_calm_tenant_waiting(seed: int) -> None:
     """Bound: p90 of its waits is at most the largest request, and the worst at most two, where the flood's own is
     many. Servers are never idle under the flood, so each waits for one to fall free and for a turn or two."""

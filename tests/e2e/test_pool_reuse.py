@@ -1,16 +1,14 @@
-"""KV is reused through the pool: across a killed worker, across workers, across turns, across restarts.
+"""KV is reused through the pool: across a killed worker, across workers, across turns.
 
 A hit in a worker's own pages does not count here: the bytes that workers read from the pool are what is checked.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
-from e2e_service import BLOCK_TOKENS, Answer, Service, keys_of, running
-from random_model import small_model, token_prompt
+from e2e_service import BLOCK_TOKENS, Answer, Service, keys_of
+from random_model import token_prompt
 from waiting import HANG_S, wait_until
 
 from moonpool.base.keys import object_key
@@ -114,38 +112,3 @@ def test_usage_reports_cached_tokens_over_http(one_each: Service) -> None:
         events = list(one_each.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
         cached.append(events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 640]
-
-
-def test_after_a_restart_of_everything_the_keys_are_the_same(tmp_path: Path) -> None:
-    """The tenants' secrets are on disk: the same text leads to the same blocks, under the same keys."""
-    text = "The lighthouse keeper wrote down every ship that passed, its flag and its heading. " * 12
-    found, model = [], small_model(tmp_path / "small")
-    for _ in range(2):
-        with running(tmp_path, "--model", str(model), "--random-weights") as service:
-            body = {"model": "small", "prompt": text, "max_tokens": 2, "stream_options": {"include_usage": True}}
-            *_, last = service.stream("/v1/completions", body)
-            num_blocks = last["usage"]["prompt_tokens"] // BLOCK_TOKENS
-            wait_until(lambda s=service, n=num_blocks: s.status().pool_blocks >= n, "the pool has all blocks")  # type: ignore[misc]
-            found.append(stored_keys(service))
-    assert found[0], "nothing was stored"
-    assert found[0] == found[1]
-
-
-def stored_keys(service: Service) -> set[bytes]:
-    """All keys in the pool, from the master's own event stream."""
-    import asyncio
-
-    from moonpool.base.rpc import AsyncClient
-    from moonpool.store.messages import Subscribe
-
-    async def read() -> set[bytes]:
-        client = await AsyncClient.connect(service.address("master"), STORE)
-        keys: set[bytes] = set()
-        async for batch in client.stream(Subscribe()):
-            keys.update(batch.stored)
-            if batch.snapshot:
-                break
-        client.close()
-        return keys
-
-    return asyncio.run(read())

@@ -21,7 +21,7 @@ from moonpool.engine.model_files import resolve
 from moonpool.engine.tokenizer import Tokenizer, load_tokenizer
 
 MODEL = "smollm2"
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 127, 128, 129, 200, 320, 449, 640, 1000, 1500)
 REAL_LENGTHS = (1, 129, 400)
 

@@ -1,17 +1,12 @@
-"""The service as a whole: ready soon, small, gone when told to or when its launcher is, and good to its clients."""
+"""The service is good to its clients: those that ask, that leave, that are wrong, and those whose worker is killed."""
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
-
 import httpx
 import openai
-import psutil
 import pytest
-from e2e_service import Service, running
-from random_model import small_model, token_prompt
+from e2e_service import Service
+from random_model import token_prompt
 from waiting import HANG_S, wait_until
 
 
@@ -29,30 +24,6 @@ def test_an_openai_client_gets_a_sensible_answer_streamed(smollm2: Service) -> N
     client.close()
     assert "Paris" in "".join(pieces)
     assert len([piece for piece in pieces if piece]) >= 5, "it came in pieces"
-
-
-def small(folder: Path) -> tuple[str, ...]:
-    return ("--model", str(small_model(folder / "small")), "--random-weights")
-
-
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    with running(tmp_path, *small(tmp_path)) as service:
-        run_dir, family = service.run_dir, service.family()
-        assert len(family) >= 6
-        os.kill(service.process.pid, signal.SIGINT)
-        service.process.wait(HANG_S)
-        assert not [process for process in family if process.is_running()]
-        assert not run_dir.exists()
-
-
-def test_children_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
-    service = Service(tmp_path, *small(tmp_path))
-    service.wait_ready()
-    family = service.family()
-    service.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=HANG_S)
-    service.stop()
-    assert not alive
 
 
 def test_a_client_that_leaves_gives_its_pages_back(one_each: Service) -> None:

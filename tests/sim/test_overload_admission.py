@@ -51,7 +51,7 @@ def test_each_form_rejects_less_than_the_one_before() -> None:
     assert outcome(NONE, 3.0).rejected > outcome(EARLY, 3.0).rejected > outcome(PREDICTED, 3.0).rejected
 
 
-@pytest.mark.parametrize("rate", [3.0, 6.0])
+@pytest.mark.parametrize("rate", [3.0, pytest.param(6.0, marks=pytest.mark.soak)])
 def test_the_forecast_saves_most_of_the_wasted_prefills(rate: float) -> None:
     assert min(outcome(NONE, rate).wasted, outcome(EARLY, rate).wasted) > 4 * outcome(PREDICTED, rate).wasted
 
