@@ -54,7 +54,7 @@ test: $(VENV)/.dev programs
 	$(BIN)/moonpool model fetch smollm2
 	$(GATE) --name $(if $(ARGS),part,test) -- $(ALL) $(ARGS)
 
-# For a look while one works: no services and no file that takes more than 10 s of the whole run, in two processes.
+# For a look while one works: no services and none of the long files, in two processes.
 QUICK := -m "not gpu and not soak and not model" -n 2 --dist loadgroup --no-loadscope-reorder @tests/not_quick.args
 quick: $(VENV)/.dev
 	$(GATE) --name quick -- $(QUICK) $(ARGS)
