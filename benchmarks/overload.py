@@ -97,7 +97,7 @@ def goodput(setup: Setup, form: AdmissionForm, load: float) -> float:
 def rejection_rows(quick: bool = False) -> Iterator[Row]:
     """Rejected of 23,000, in the order none, early, paper, predicted; also what each wasted."""
     for may_wait in (True, False):
-        setup = Setup(num_requests=1000 if quick else 12_031, may_wait=may_wait)
+        setup = Setup(num_requests=250 if quick else 12_031, may_wait=may_wait)
         scale = NUM_PUBLISHED / setup.num_requests
         about = f"{origin()} at 2x, {setup.num_requests} requests counted as {NUM_PUBLISHED:,}; {setup.name}: assumed"
         for form in FORMS:
