@@ -53,7 +53,7 @@ from moonpool.transfer.transports.tcp.pipeline import Pipeline, PipelinedRequest
 from moonpool.transfer.transports.tcp.server import TcpServer
 from moonpool.transfer.transports.tcp.transport import TcpControlClient, TcpRemote, _receive_answer
 
-# The shares of 50,000; each has its own test.
+# The shares of 38,000; each has its own test.
 SERVER, PIPELINE, ANSWERS, HANDSHAKE, UNIX = 12_000, 14_000, 6_000, 3_000, 3_000
 GUARD = Guard(secret=Secret(b"correct horse battery staple"))
 
