@@ -1,4 +1,4 @@
-"""Nonsense on the wire: an owner and a caller are fed 50,000 damaged frames (a million in `make soak`).
+"""Nonsense on the wire: an owner and a caller are fed 38,000 damaged frames (a million in `make soak`).
 
 After each batch: the owner still answers; memory is what tcp_shadow.py says it should be, to the byte, margins around
 the segments and segments not served included; nothing large was allocated (tracemalloc sees every bytearray, also one
