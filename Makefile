@@ -124,6 +124,7 @@ test-sglang: $(VENV)/.dev $(SGLANG_VENV)/.ready
 soak: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
 	$(BIN)/pytest -m "soak" --timeout 3600 $(ARGS)
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -m "hypothesis and not soak and not gpu" --timeout 3600 $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2

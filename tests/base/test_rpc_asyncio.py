@@ -203,19 +203,23 @@ async def test_close_waits_for_the_owners_of_connections(listen_at: str) -> None
     await soon(client.closed)
 
 
-async def test_a_connection_accepted_while_the_server_closes_ends_too(listen_at: str) -> None:
-    """asyncio has accepted it already; the server hears of it with the next turn of the loop."""
+@pytest.mark.parametrize("num_turns", range(5))
+async def test_a_connection_accepted_while_the_server_closes_ends_too(listen_at: str, num_turns: int) -> None:
+    """In each of the turns in which asyncio sees it, accepts it, makes its transport and tells the server."""
     server = Service().server
     address = await server.listen(listen_at)
     scheme, _, place = address.partition(":")
     with socket.socket(socket.AF_UNIX if scheme == "unix" else socket.AF_INET) as raw:
         raw.connect(place if scheme == "unix" else (place.split(":")[0], int(place.split(":")[1])))
-        for _ in range(3):  # one turn to see it, one to accept it, one to make its transport
+        for _ in range(num_turns):
             await asyncio.sleep(0)
         await server.close()
         for _ in range(10):
             await asyncio.sleep(0)
         assert not server.peers
+        raw.setblocking(False)
+        with contextlib.suppress(ConnectionResetError):
+            assert raw.recv(1) == b"", "the connection has ended"
 
 
 async def test_wrong_service(service: Served) -> None:

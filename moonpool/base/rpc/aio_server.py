@@ -99,6 +99,12 @@ class RpcServer:
     async def close(self) -> None:
         """Stop listening, end every connection, wait for the handlers to end. Idempotent."""
         self.closed = True
+        loop = asyncio.get_running_loop()
+        for sock in (sock for server in self._servers for sock in server.sockets):
+            loop.remove_reader(sock.fileno())
+        # A connection that was accepted in this turn needs the next one to get its transport. Python 3.11 forgets the
+        # connection when the server is closed before that: its client would wait for an answer.
+        await asyncio.sleep(0)
         for server in self._servers:
             server.close()
         peers = list(self.peers)
