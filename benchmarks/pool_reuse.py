@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 
 import httpx
 import psutil
@@ -69,7 +70,7 @@ def wait_stored(url: str) -> None:
 
 
 def replace_prefill(launcher: psutil.Process, url: str) -> None:
-    [worker] = [p for p in launcher.children() if "prefill-0" in p.cmdline()]
+    [worker] = [p for p in launcher.children() if ("--name", "prefill-0") in pairwise(p.cmdline())]
     worker.kill()
     seen_gone = False
     while True:
