@@ -44,8 +44,6 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:
-        for _ in range(3):  # a connection that was just accepted or aborted ends in the loop's next turns
-            self.run(asyncio.sleep(0))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

@@ -102,9 +102,10 @@ class RpcServer:
         loop = asyncio.get_running_loop()
         for sock in (sock for server in self._servers for sock in server.sockets):
             loop.remove_reader(sock.fileno())
-        # A connection that was accepted in this turn needs the next one to get its transport. Python 3.11 forgets the
-        # connection when the server is closed before that: its client would wait for an answer.
-        await asyncio.sleep(0)
+        # A connection that was accepted in this turn gets its transport in the next one and is a peer in the one after.
+        # Python 3.11 forgets it when the server is closed before: its client would wait for an answer.
+        for _ in range(2):
+            await asyncio.sleep(0)
         for server in self._servers:
             server.close()
         peers = list(self.peers)
