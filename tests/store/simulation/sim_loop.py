@@ -37,6 +37,7 @@ class SimLoop:
     def __init__(self, scheduler: Scheduler, process: Process, network: Any) -> None:
         self._scheduler, self._process, self._network = scheduler, process, network
         self._tasks: dict[int, SimTask] = {}
+        self._listening: list[str] = []  # addresses; a listening socket's number is the place of its address
         process.loop = self
 
     # callbacks
@@ -105,13 +106,21 @@ class SimLoop:
     # connections
 
     async def create_server(self, factory: Any, host: str, port: int, **_: Any) -> _Listening:
-        self._network.listen(f"tcp:{host}:{port}", self._process, factory)
-        return _Listening(host, port)
+        return self._listen(f"tcp:{host}:{port}", factory, (host, port))
 
     async def create_unix_server(self, factory: Any, sock: str, **_: Any) -> _Listening:
         """`sock` is the path: sim_patches.py binds no socket."""
-        self._network.listen(f"unix:{sock}", self._process, factory)
-        return _Listening(sock, 0)
+        return self._listen(f"unix:{sock}", factory, (sock, 0))
+
+    def _listen(self, address: str, factory: Any, name: tuple[str, int]) -> _Listening:
+        self._network.listen(address, self._process, factory)
+        listening = _Listening(len(self._listening), name)
+        self._listening.append(address)
+        return listening
+
+    def remove_reader(self, fileno: int) -> None:
+        """Only listening sockets have a number here: no connection is accepted any more."""
+        self._network.stop_listening(self._listening[fileno], self._process)
 
     async def create_connection(self, factory: Any, host: str, port: int) -> None:
         await self._network.connect_async(self._process, f"tcp:{host}:{port}", factory)
@@ -171,15 +180,18 @@ def _close(coroutine: Any) -> None:
 class _Listening:
     """Of asyncio.Server what RpcServer asks for."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, fileno: int, name: tuple[str, int]) -> None:
         self.sockets = [self]
-        self._name = (host, port)
+        self._fileno, self._name = fileno, name
+
+    def fileno(self) -> int:
+        return self._fileno
 
     def getsockname(self) -> tuple[str, int]:
         return self._name
 
     def close(self) -> None:
-        """The network forgets listeners with their process."""
+        """RpcServer has removed its reader: the network knows it no more."""
 
 
 def _finish(future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -166,9 +166,9 @@ class Network:
 
     def listen(self, address: str, process: Process, accept: Callable[[], Any]) -> None:
         self._listeners[address] = (process, accept)
-        process.on_death.append(lambda: self._gone(address, process))
+        process.on_death.append(lambda: self.stop_listening(address, process))
 
-    def _gone(self, address: str, process: Process) -> None:
+    def stop_listening(self, address: str, process: Process) -> None:
         if self._listeners.get(address, (None,))[0] is process:
             del self._listeners[address]
 
