@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import struct
 import time
@@ -179,6 +180,43 @@ async def test_server_gone_fails_everything_at_once(listen_at: str) -> None:
     with pytest.raises(PeerLost):
         await AsyncClient.connect(client.address, "testing")
     client.close()
+
+
+@pytest.fixture
+async def complaints() -> list[str]:
+    """What the event loop says about errors that nobody took, those included that it finds with the garbage."""
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+    return said
+
+
+async def test_a_caller_cancelled_as_the_connection_ends_leaves_no_error_behind(
+    service: Served, client: AsyncClient, complaints: list[str]
+) -> None:
+    calling = asyncio.create_task(client.call(Slow()))
+    await soon(service[0].started)
+    client.connection_lost(None)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    gc.collect()
+    assert complaints == []
+
+
+async def test_connecting_that_is_cancelled_leaves_no_error_behind(service: Served, complaints: list[str]) -> None:
+    class CancelledOnceConnected(AsyncClient):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            connecting.cancel()  # before its task knows that it is connected
+
+    connecting = asyncio.create_task(CancelledOnceConnected.connect(service[1], "testing"))
+    await asyncio.wait([connecting])
+    assert connecting.cancelled()
+    del connecting  # with it goes all that it held
+    for _ in range(5):  # the transport ends
+        await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
 
 
 async def test_client_gone_cancels_its_handlers_and_tells_the_owner(service: Served, client: AsyncClient) -> None:

@@ -143,6 +143,8 @@ class AsyncClient(asyncio.Protocol):
             raise DeadlineExceeded(f"{self.address} did not answer within {timeout_s:g} s") from error
         except asyncio.CancelledError:
             self._cancel(call_id)
+            if not future.cancelled():
+                future.exception()  # the connection has just ended too; asyncio need not complain that nobody asked why
             raise
         finally:
             timer.cancel()
@@ -188,6 +190,7 @@ class AsyncClient(asyncio.Protocol):
 
     def close(self) -> None:
         """Idempotent. Waiting calls get PeerLost."""
+        self._greeted.cancel()  # connect(), if it has not ended, does not wait for it any more
         if self._transport is not None:
             self._transport.abort()
 
