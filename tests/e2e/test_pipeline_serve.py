@@ -16,8 +16,6 @@ from e2e_service import BLOCK_TOKENS, Service, running
 from random_model import small_model, token_prompt
 from waiting import HANG_S, wait_until
 
-from moonpool.base.cluster import CONDUCTOR_SERVICE
-from moonpool.conductor.messages import DecisionRecord, Records
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.config import EngineConfig
 from moonpool.engine.load import load_engine
@@ -61,12 +59,6 @@ async def generate(service: Service, tenant: str, prompt: list[int], name: str |
     return tokens
 
 
-def records(service: Service, name: str) -> list[DecisionRecord]:
-    """Return the attempts at this request, the last one last."""
-    found = service.ask(service.address("conductor"), CONDUCTOR_SERVICE, Records(limit=20))
-    return [each for each in found if each.request_id == name]
-
-
 def holds_pages(stats: WorkerStats) -> bool:
     return stats.free_pages < stats.num_pages
 
@@ -82,14 +74,14 @@ def test_two_workers_together_answer_as_one_engine(service: Service, model: str)
     for name, prompt in (("even", PROMPT), ("odd", PROMPT[:1111])):
         assert asyncio.run(generate(service, name, prompt)) == engine.generate([prompt], PARAMS)[0].tokens
         wait_idle(service)
-        [record] = records(service, name)
+        [record] = service.records(name)
         assert len(record.candidates[0].stages) == 1, "two workers compute it"
         assert len(chunk_bounds(len(prompt), record.candidates[0].chunk_tokens)) >= 8
 
 
 def test_a_short_prompt_is_computed_by_one_worker(service: Service) -> None:
     asyncio.run(generate(service, "short", PROMPT[: MIN_TOKENS - 1]))
-    [record] = records(service, "short")
+    [record] = service.records("short")
     assert record.candidates[0].stages == ()
 
 
@@ -102,7 +94,7 @@ def test_a_long_prompt_reuses_what_the_pool_has(service: Service, model: str) ->
     wait_idle(service)  # the blocks are in the pool
     assert asyncio.run(generate(service, "document", other, "other")) == expected
     wait_idle(service)
-    [record] = records(service, "other")
+    [record] = service.records("other")
     assert record.cached_tokens == record.pool_tokens == 7 * BLOCK_TOKENS
     assert len(record.candidates[0].stages) == 1, "two workers compute the rest"
     assert record.candidates[0].pulled_blocks == 7
@@ -114,14 +106,14 @@ def test_a_stage_killed_in_the_middle_of_a_prompt_changes_no_token(service: Serv
     answers: list[list[int]] = []
     asking = threading.Thread(target=lambda: answers.append(asyncio.run(generate(service, "disturbed", PROMPT))))
     asking.start()
-    wait_until(lambda: bool(records(service, "disturbed")), "a decision")
-    [helper] = records(service, "disturbed")[-1].candidates[0].stages
+    wait_until(lambda: bool(service.records("disturbed")), "a decision")
+    [helper] = service.records("disturbed")[-1].candidates[0].stages
     wait_until(lambda: all(holds_pages(service.stats(f"prefill-{n}")) for n in (0, 1)), "both stages to begin")
     assert not answers
     service.role(helper).kill()
     asking.join(HANG_S)
     assert answers == [expected]
-    last = records(service, "disturbed")[-1]
+    last = service.records("disturbed")[-1]
     assert last.attempt == 2
     assert last.candidates[0].stages == (), "the second attempt depends on one worker alone"
 
@@ -132,6 +124,6 @@ def test_an_equal_long_prompt_is_not_computed_again(service: Service) -> None:
     tokens = asyncio.run(generate(service, "twice", PROMPT))
     wait_until(lambda: service.status().pool_blocks >= num_stored + NUM_TOKENS // BLOCK_TOKENS, "all are stored")
     assert asyncio.run(generate(service, "twice", PROMPT, "again")) == tokens
-    [record] = records(service, "again")
+    [record] = service.records("again")
     assert record.cached_tokens == NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
     assert record.candidates[0].stages == ()

@@ -43,11 +43,10 @@ def test_after_kill_9_the_pool_answers_for_the_lost_pages(one_each: Service) -> 
 
 def test_another_prefill_worker_takes_it(two_each: Service) -> None:
     prompt = long_prompt(2)
-    sent_before = sent_nbytes(two_each)
     cold = two_each.generate(prompt)
     wait_stored(two_each, prompt)
-    wait_until(lambda: sent_nbytes(two_each) != sent_before, "the hand-off is counted")
-    first = next(name for name, nbytes in sent_nbytes(two_each).items() if nbytes > sent_before[name])
+    first = two_each.records(cold.request_id)[-1].prefill
+    assert first is not None
     other = {"prefill-0": "prefill-1", "prefill-1": "prefill-0"}[first]
     read_before = two_each.stats(other).pool_read_nbytes
     two_each.role(first).suspend()  # it stays registered but answers nobody: only the other one can take it
@@ -58,11 +57,6 @@ def test_another_prefill_worker_takes_it(two_each: Service) -> None:
     finally:
         wait_until(lambda: two_each.worker_incarnation(first) is not None, f"{first} is back")
     check_reused(two_each, other, cold, warm, prompt, read_before)
-
-
-def sent_nbytes(service: Service) -> dict[str, int]:
-    """What each prefill worker has handed over: it grows where a prompt is computed."""
-    return {name: service.stats(name).handoff_nbytes for name in ("prefill-0", "prefill-1")}
 
 
 def check_reused(service: Service, worker: str, cold: Answer, warm: Answer, prompt: list[int], before: int = 0) -> None:

@@ -28,7 +28,7 @@ from waiting import HANG_S, wait_until
 from moonpool.base.cluster import CONDUCTOR_SERVICE, WORKER_SERVICE
 from moonpool.base.keys import chain_keys
 from moonpool.base.rpc import BlockingClient, Call
-from moonpool.conductor.messages import ConductorStatus, Status
+from moonpool.conductor.messages import ConductorStatus, DecisionRecord, Records, Status
 from moonpool.conductor.retries import RetryPolicy
 from moonpool.engine.sequence import SamplingParams
 from moonpool.frontend.choice import ChoiceRequest, ChoiceRunner
@@ -63,6 +63,7 @@ class Answer:
     prefill: PrefillReply | None = None
     ttft_s: float = 0.0
     num_attempts: int = 0
+    request_id: str = ""
 
 
 class BrokenStreamError(AssertionError):
@@ -182,6 +183,11 @@ class Service:
     def status(self) -> ConductorStatus:
         return self.ask(self.address("conductor"), CONDUCTOR_SERVICE, Status())
 
+    def records(self, request_id: str) -> list[DecisionRecord]:
+        """Return the attempts at this request, the last one last."""
+        found = self.ask(self.address("conductor"), CONDUCTOR_SERVICE, Records())
+        return [each for each in found if each.request_id == request_id]
+
     def stats(self, worker: str) -> WorkerStats:
         return self.ask(self.address(worker), WORKER_SERVICE, GetStats())
 
@@ -240,7 +246,8 @@ async def _generate_all(address: str, prompts: list[list[int]], params: Sampling
 
 async def _generate(connections: Connections, prompt: list[int], params: SamplingParams) -> Answer:
     request = ChoiceRequest(f"e2e-{os.urandom(6).hex()}", prompt, ROOT, BLOCK_TOKENS, params, timeout_s=HANG_S)
-    generation, answer = ChoiceRunner(request, connections, RetryPolicy()), Answer()
+    generation = ChoiceRunner(request, connections, RetryPolicy())
+    answer = Answer(request_id=request.request_id)
     started_s = time.monotonic()
     async with contextlib.aclosing(generation.batches()) as batches:
         async for batch in batches:
