@@ -7,6 +7,9 @@ VLLM_VENV ?= .venv-vllm
 LMCACHE_VENV ?= .venv-lmcache
 SGLANG_VENV ?= .venv-sglang
 
+# Tests start some 300 processes. Where they may not keep compiled modules, each of them compiles the package again, and
+# each pytest rewrites hypothesis and all test files: a minute and a half of processor time in `make test`.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup serve check quick test test-stolen programs test-vllm test-lmcache test-sglang soak bench clean
 
@@ -23,6 +26,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing the runtime and the developer's tools into $(VENV) (about a minute)"
 	$(PIP) install --quiet -c constraints.txt -e '.[all,dev]'
+	@$(BIN)/python -m pytest --version >/dev/null 2>&1  # it keeps its plugins as it rewrote them
 	@touch $@ $(VENV)/.runtime
 
 setup: $(VENV)/.runtime
