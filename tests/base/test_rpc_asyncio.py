@@ -207,12 +207,12 @@ async def test_connecting_that_is_cancelled_leaves_no_error_behind(service: Serv
     class CancelledOnceConnected(AsyncClient):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
-            connecting.cancel()  # before its task knows that it is connected
+            tasks[0].cancel()  # before it knows that it is connected
 
-    connecting = asyncio.create_task(CancelledOnceConnected.connect(service[1], "testing"))
-    await asyncio.wait([connecting])
-    assert connecting.cancelled()
-    del connecting  # with it goes all that it held
+    tasks = [asyncio.create_task(CancelledOnceConnected.connect(service[1], "testing"))]
+    await asyncio.wait(tasks)
+    assert tasks[0].cancelled()
+    tasks.clear()  # with the task goes all that it held
     for _ in range(5):  # the transport ends
         await asyncio.sleep(0)
     gc.collect()
