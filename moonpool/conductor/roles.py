@@ -91,9 +91,17 @@ class RoleAssignments:
         self.leaving[info.name] = info
 
     def leaver_gone(self, info: WorkerInfo) -> None:
-        """Record that a worker that drained is not connected any more; do nothing if another one of its name is."""
+        """Record that a worker that drained is not connected any more: it has left, also if it was killed before it
+        could say so. Do nothing if another one of its name is there."""
         if self.leaving.get(info.name) is info:
             del self.leaving[info.name]
+            self.left.add(info.name)
+
+    def worker_lost(self, info: WorkerInfo) -> None:
+        """Record that a worker is not connected any more. One that was told to leave was killed before it began to; if
+        it is started again, it comes back like any other."""
+        if self._leaves(info):
+            self.left.add(info.name)
 
     def count_others(self, call: CountOthers, workers: Collection[Registration]) -> int:
         """Return how many other workers have that role and stay."""

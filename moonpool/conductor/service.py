@@ -187,6 +187,7 @@ class Conductor:
     def _worker_lost(self, worker: Registration, peer: RpcPeer) -> None:
         if worker in self._state.workers:  # otherwise it has registered again
             self._lost.lost(worker.info, self._clock.now_s(), was_silent=peer.was_silent)
+            self._state.roles.worker_lost(worker.info)
             self._unregister(worker)
 
     def _unregister(self, worker: Registration) -> None:

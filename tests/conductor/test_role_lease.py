@@ -153,6 +153,27 @@ def test_a_worker_says_itself_that_it_leaves() -> None:
     assert not state.roles.left, "it was started again"
 
 
+def test_a_worker_killed_while_it_leaves_is_not_missed() -> None:
+    state = make_state(7)
+    register(state, *infos())
+    leaver = info("p1", leaves=True, lease=5)
+    state.roles.worker_leaves(leaver)
+    state.roles.leaver_gone(leaver)
+    assert (state.roles.leaving, state.roles.left) == ({}, {"p1"})
+    state.roles.worker_lost(info("p0", incarnation=1))
+    assert state.roles.left == {"p1"}, "nobody told p0 to leave"
+
+
+def test_a_worker_killed_before_it_leaves_is_not_missed() -> None:
+    state = make_state(3)
+    register(state, *infos(incarnation=1))
+    state.roles.drain("p1", state.workers)
+    state.roles.worker_lost(info("p1", incarnation=1))
+    assert state.roles.left == {"p1"}
+    register(state, info("p1", incarnation=2))
+    assert state.roles.left == set(), "it was started again"
+
+
 def test_the_rule_is_only_for_the_holder() -> None:
     rule = ElasticRule(AdmissionConfig(), lambda num_seqs, kv_tokens: 0.0)
     roles = RoleAssignments(rule, UnmetDemand(2.0))

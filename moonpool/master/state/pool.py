@@ -73,7 +73,7 @@ class PoolState:
         index.on_replicas_left = self.voids.on_replicas_left
         self._reads = ReadState(rules, index, self.ssd, self._hot, self.voids)
         self._listing = ObjectListing(index)
-        self._tasks = Tasks(rules, first_id, index, segments, self.copies)
+        self._tasks = Tasks(rules, first_id, index, segments, self.space, self.copies)
         self.members = Members(
             rules, epoch, index, segments, self.space, self.puts, self.orders, self.ssd, self.generations
         )

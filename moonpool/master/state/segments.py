@@ -36,6 +36,7 @@ class MountedSegment:
         "capacity_nbytes",
         "descriptor",
         "draining",
+        "emptied",
         "floor",
         "gone_since_s",
         "heard_s",
@@ -73,6 +74,7 @@ class MountedSegment:
         self.acknowledged = False
         self.recount_above: int | None = None
         self.draining = False
+        self.emptied = False  # its drain has ended well
         self.is_away = False
         self.is_behind = False  # its node would still refuse writes of the generations issued now
         self.gone_since_s: float | None = None  # its node's connection has ended
@@ -113,7 +115,7 @@ class MountedSegment:
         if not self.acknowledged:
             return "waiting"
         if self.draining:
-            return "draining" if self.num_replicas else "drained"
+            return "drained" if self.emptied else "draining"
         return "ok"
 
     def info(self) -> SegmentInfo:

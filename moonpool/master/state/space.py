@@ -222,6 +222,11 @@ class PoolSpace:
             for place in places:
                 yield place, nbytes
 
+    def num_of_ended_puts(self, segment: int) -> int:
+        """Return how many spans of that segment only wait until nobody can still write them: their puts have ended
+        without an object."""
+        return sum(number == segment for places, _, _ in self.of_puts.values() for number, _ in places)
+
     def is_ahead(self, generation: int) -> bool:
         """Return whether this is held space that was granted ahead."""
         return generation in self._ahead

@@ -12,11 +12,13 @@ from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.orders import Copies
 from moonpool.master.state.records import Draining
 from moonpool.master.state.segments import MountedSegment, SegmentTable
+from moonpool.master.state.space import PoolSpace
 from moonpool.master.state.table import Flag, Replica
 from moonpool.store.messages import Refusal, TaskInfo, Tier
 
 _MAX_FINISHED = 1000
-_STUCK_S = 30.0  # a drain that moves nothing for this long fails
+# A drain fails that moves nothing for this long and for put_discard_s, when puts of dead writers are discarded.
+_STUCK_S = 30.0
 _SCAN_SLOTS = 65_536
 
 
@@ -78,9 +80,16 @@ class _Drain:
 
 class Tasks:
     def __init__(
-        self, rules: PoolRules, first_id: int, index: ObjectIndex, segments: SegmentTable, copies: Copies
+        self,
+        rules: PoolRules,
+        first_id: int,
+        index: ObjectIndex,
+        segments: SegmentTable,
+        space: PoolSpace,
+        copies: Copies,
     ) -> None:
         self._rules = rules
+        self._space = space
         self._index = index
         self._segments = segments
         self._copies = copies
@@ -174,9 +183,11 @@ class Tasks:
         segment, task = self._segments.by_number.get(number), drain.task
         if segment is None:
             return self._end(number, "failed", "the segment is gone", now_s)
-        if not segment.num_replicas:
+        # A writer that has gone may still write there for minutes, but no object will be there.
+        if segment.num_replicas == self._space.num_of_ended_puts(number):
+            segment.emptied = True
             return self._end(number, "done", "", now_s)
-        if now_s > drain.moved_s + _STUCK_S:
+        if now_s > drain.moved_s + self._rules.put_discard_s + _STUCK_S:
             left = f"{segment.num_replicas} objects stay: there is no room for them, or they are being written"
             return self._end(number, "failed", left, now_s)
         started = 0
@@ -304,7 +315,7 @@ class Tasks:
     def _set_draining(self, number: int, on: bool) -> None:
         segment = self._segments.by_number.get(number)
         if segment is not None:
-            segment.draining = on
+            segment.draining, segment.emptied = on, False
             self._index.outcomes.add(Draining(number, on))
 
     def _new(self, kind: str, num_total: int, segment: str, now_s: float, number: int = 0) -> Task:
