@@ -17,7 +17,7 @@ settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True
 settings.register_profile("soak", deadline=None, max_examples=1000, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-_SHARED_SERVICES = ("two_each", "one_each", "smollm2")  # tests/e2e/conftest.py
+_SHARED_SERVICES = ("two_of_all", "two_each", "one_each", "smollm2")  # tests/e2e/conftest.py
 _LONG = ("e2e", "faults", "bench")  # folders whose files take longest
 _SPREAD = ("test_simulation.py",)  # long files of tests that share nothing
 

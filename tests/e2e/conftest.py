@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from e2e_service import Service, running
+from otlp_receiver import Collector, running_collector
 from random_model import small_model
 
 # Every block that the pool has is taken from it, whatever was measured, so that what is reused can be told exactly.
@@ -28,10 +29,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="session")
-def one_each(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One prefill, one decode worker, with the small model."""
+def collector() -> Iterator[Collector]:
+    """Takes the traces of `one_each`."""
+    with running_collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def one_each(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Service]:
+    """One prefill, one decode worker, with the small model; each request is traced."""
     model = small_model(tmp_path_factory.mktemp("model") / "small")
-    yield from _shared("one_each", tmp_path_factory, "--model", str(model), "--random-weights", *TAKE_ALL)
+    options = ("--model", str(model), "--random-weights", "--otlp", collector.url)
+    yield from _shared("one_each", tmp_path_factory, *options, *TAKE_ALL)
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +60,17 @@ def two_each(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "256MB",
     )
     yield from _shared("two_each", tmp_path_factory, *options, *TAKE_ALL)
+
+
+@pytest.fixture(scope="session")
+def two_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Two of everything but the master, with the small model. The pages of each worker hold 45 blocks."""
+    model = small_model(tmp_path_factory.mktemp("model") / "small")
+    roles = ("prefill", "decode", "nodes", "conductors", "frontends")
+    numbers = [word for role in roles for word in (f"--{role}", "2")]
+    ssd = ("--ssd", str(tmp_path_factory.mktemp("disk") / "ssd"))
+    options = ("--model", str(model), "--random-weights", *numbers, "--kv", "12MB", "--dram", "64MB", *ssd)
+    yield from _shared("two_of_all", tmp_path_factory, *options)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
-"""A real Prometheus reads a live service of two prefill and two decode workers, two nodes, two front ends at one port
-and a third one at a port of its own: every query of the boards and alerts has an answer, boards made for vLLM show
-data, and sums count everything once.
+"""A real Prometheus reads a live service with two of everything but the master, and a third front end at a port of its
+own: every query of the boards and alerts has an answer, boards made for vLLM show data, and sums count everything once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from e2e_service import Service, running
+from e2e_service import Service
 from programs import find_program
 from prometheus_server import JOB, Prometheus, running_prometheus
 from random_model import small_model, token_prompt
@@ -28,11 +27,7 @@ from waiting import HANG_S, wait_until
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "grafana"
 DESCRIPTION = tomllib.loads((FOLDER / "boards.toml").read_text())
-# The pages of both prefill workers hold 64 blocks, so prompts that come again are pulled from the pool.
-OPTIONS = (
-    "--prefill", "2", "--decode", "2", "--nodes", "2", "--frontends", "2", "--random-weights",
-    "--kv", "8MB", "--dram", "64MB",
-)  # fmt: skip
+# More blocks than the pages of both prefill workers hold: prompts that come again are pulled from the pool.
 NUM_PROMPTS, NUM_AT_OWN_PORT = 24, 4
 MODEL = "small"
 PROMPT_TOKENS, OUTPUT_TOKENS = 300, 6
@@ -47,13 +42,14 @@ class Watched(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """After requests at all front ends, all of them read by Prometheus: each prompt twice."""
+def watched(two_of_all: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """After requests at all front ends, all of them read by Prometheus: each prompt twice. The service has served
+    nobody before: these tests are the first."""
     program = find_program("prometheus", needed_by="the tests of boards and alert rules")
     folder = tmp_path_factory.mktemp("boards")
     model = small_model(folder / MODEL)
+    service = two_of_all
     with contextlib.ExitStack() as stack:
-        service = stack.enter_context(running(folder, "--model", str(model), *OPTIONS, "--ssd", str(folder / "ssd")))
         other = stack.enter_context(front_end(service, folder, model))
         targets = [url.removeprefix("http://") for url in (service.url, other)]
         server = running_prometheus(folder, targets, interval_s=1, rules=FOLDER / "alerts.yml", program=program)

@@ -1,5 +1,6 @@
 """Any process of a running service is killed under load, those included of which there is only one: every answer is
-whole and right, but for those that a front end held when it was killed (kill_storm.py)."""
+whole and right, but for those that a front end held when it was killed (kill_storm.py). test_kill_storm.py has the
+short form."""
 
 from __future__ import annotations
 
@@ -27,12 +28,6 @@ def check(service: Service, found: Storm) -> None:
     found.check()
     wait_until(lambda: is_whole(service), "every role is back")
     assert answers(service, 2, body_of) == found.expected[:2]
-
-
-def test_each_role_is_killed_once_under_load(two_each: Service) -> None:
-    expected = answers(two_each, 4, body_of)
-    victims = ["decode-0", "master", "prefill-1", "node", "conductor", "frontend"]
-    check(two_each, storm(two_each, victims, None, expected, body_of, num_clients=2))
 
 
 @pytest.mark.soak

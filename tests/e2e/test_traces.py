@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import httpx
-import pytest
-from e2e_service import Service, running
+from e2e_service import Service
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from otlp_receiver import Collector, running_collector
-from random_model import small_model
+from otlp_receiver import Collector
 from waiting import HANG_S, wait_until
 
 STORY = "A river town kept its ledgers in one deep cellar, and every clerk copied the same pages each morning. " * 12
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with running_collector() as collector:
-        yield collector
-
-
-@pytest.fixture(scope="module")
-def service(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("traced")
-    model = small_model(folder / "small")
-    options = ("--model", str(model), "--random-weights", "--policy", "paper")
-    with running(folder, *options, "--otlp", collector.url) as service:
-        yield service
 
 
 def complete(service: Service, **changes: object) -> httpx.Response:
@@ -61,9 +42,9 @@ WAY = {"prepare": "", "attempt": "", "route": "attempt", "queue": "attempt", "pr
 }
 
 
-def test_one_trace_from_the_client_to_decode(service: Service, collector: Collector) -> None:
+def test_one_trace_from_the_client_to_decode(one_each: Service, collector: Collector) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    reply = complete(service, headers={"traceparent": parent, "tracestate": "vendor=1"})
+    reply = complete(one_each, headers={"traceparent": parent, "tracestate": "vendor=1"})
     assert reply.status_code == 200, reply.text
     assert reply.headers["traceparent"].startswith("00-0af7651916cd43dd8448eb211c80319c-")
     assert reply.headers["tracestate"] == "vendor=1"
@@ -79,15 +60,15 @@ def test_one_trace_from_the_client_to_decode(service: Service, collector: Collec
     assert collector.resources[0]["service.name"] == "moonpool"
 
 
-def test_blocks_from_the_pool_are_a_pull_of_their_tier(service: Service, collector: Collector) -> None:
+def test_blocks_from_the_pool_are_a_pull_of_their_tier(one_each: Service, collector: Collector) -> None:
     prompt = f"Another one. {STORY}"
-    assert complete(service, prompt=prompt).status_code == 200
-    service.kill_and_wait_back("prefill-0")  # its own pages are gone: what is reused comes from the pool
-    reply = complete(service, prompt=prompt)
+    assert complete(one_each, prompt=prompt).status_code == 200
+    one_each.kill_and_wait_back("prefill-0")  # its own pages are gone: what is reused comes from the pool
+    reply = complete(one_each, prompt=prompt)
     root, others = trace_of(collector, reply, 9)
     check_nested(root, others, {**WAY, "pull dram": "prefill"})
     tokens = {each.key: each.value.int_value for each in others["pull dram"].attributes}
-    check_layers(service, reply.headers["x-request-id"])
+    check_layers(one_each, reply.headers["x-request-id"])
     assert tokens["moonpool.tokens"] == reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
@@ -102,12 +83,14 @@ def check_layers(service: Service, request_id: str) -> None:
     assert (newest["request_id"], newest["parts"]["pull_layers_s"]) == (explained["record"]["request_id"], [])
 
 
-def test_a_refused_request_is_an_error_and_an_unsampled_one_is_not_sent(service: Service, collector: Collector) -> None:
+def test_a_refused_request_is_an_error_and_an_unsampled_one_is_not_sent(
+    one_each: Service, collector: Collector
+) -> None:
     unsampled = "00-11111111111111111111111111111111-2222222222222222-00"
-    reply = complete(service, headers={"traceparent": unsampled})
+    reply = complete(one_each, headers={"traceparent": unsampled})
     assert reply.headers["traceparent"].startswith("00-11111111111111111111111111111111-")
     assert reply.headers["traceparent"].endswith("-00")
-    refused = complete(service, max_tokens=-1)
+    refused = complete(one_each, max_tokens=-1)
     assert refused.status_code == 400
     root, others = trace_of(collector, refused, 2)
     assert set(others) == {"prepare"}
