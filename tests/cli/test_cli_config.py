@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_cli import Command, forked_cli
 from typer.testing import CliRunner
-from waiting import HANG_S
 
 from moonpool.base.config_file import ROLES, SERVE
 from moonpool.base.settings import Layer, Setting, Source, build, from_table, merge, settings_of
@@ -40,11 +39,18 @@ decode = 1
 """
 
 
-def moonpool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Command]:
+    with forked_cli("config", "up", "serve", "conductor") as moonpool:
+        yield moonpool
+
+
+@pytest.fixture
+def moonpool(forked: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run the command in a process of its own, without variables of ours from outside."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MOONPOOL_")}
-    command = [sys.executable, "-m", "moonpool", *arguments]
-    return subprocess.run(command, env=env | environment, capture_output=True, text=True, timeout=HANG_S)
+    for name in [name for name in os.environ if name.startswith("MOONPOOL_")]:
+        monkeypatch.delenv(name)
+    return forked
 
 
 def sample(setting: Setting) -> Any:
@@ -127,7 +133,7 @@ def test_a_file_of_init_has_the_defaults_with_and_without_the_comment_signs(comm
         )
 
 
-def test_init_check_and_show_in_turn(tmp_path: Path) -> None:
+def test_init_check_and_show_in_turn(moonpool: Command, tmp_path: Path) -> None:
     file = tmp_path / "moonpool.toml"
     made = moonpool("config", "init", str(file), "--for", "serve", "--for", "worker")
     assert (made.returncode, made.stdout.splitlines()[0]) == (0, f"wrote {file}; `moonpool serve -c {file}` uses it")
@@ -146,7 +152,7 @@ def test_init_check_and_show_in_turn(tmp_path: Path) -> None:
     assert re.search(r"^kv = .1GB. +# environment MOONPOOL_KV$", found.stdout, re.MULTILINE)
 
 
-def test_check_prints_every_fault(tmp_path: Path) -> None:
+def test_check_prints_every_fault(moonpool: Command, tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(
         '[serve]\ndrma = "2GB"\nport = "x"\n[node]\nname = "n"\nmaster = "tcp:a:1"\nrun_dir = "/r"\ndram = "1"\n'
@@ -184,7 +190,7 @@ def test_files_that_are_wrong(tmp_path: Path, text: str | None, says: str) -> No
     assert says in f"{result.output}{result.exception}"
 
 
-def test_a_cluster_file_is_checked_and_shown(tmp_path: Path) -> None:
+def test_a_cluster_file_is_checked_and_shown(moonpool: Command, tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(CLUSTER + "[worker]\npull_timeout_s = 5.0\n")
     assert here("config", "check", str(file)).exit_code == 0
@@ -215,7 +221,7 @@ def test_a_missing_setting_says_where_it_may_be_given() -> None:
     assert "Also missing: --master, --run-dir" in ran.output
 
 
-def test_a_role_takes_its_settings_from_a_file_and_the_environment(tmp_path: Path) -> None:
+def test_a_role_takes_its_settings_from_a_file_and_the_environment(moonpool: Command, tmp_path: Path) -> None:
     """The process gets as far as the bad address, which only the variable states."""
     file = tmp_path / "moonpool.toml"
     file.write_text('[conductor]\nlisten = "tcp:127.0.0.1:0"\npolicy_name = "local"\n')

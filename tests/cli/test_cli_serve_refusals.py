@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_cli import Command, forked_cli
 from waiting import HANG_S
 
 from moonpool.base.errors import ConfigError
@@ -26,16 +27,19 @@ def runtime() -> Iterator[Path]:
         yield Path(path)
 
 
-def refusal(runtime: Path, *arguments: str, address_space: int | None = None) -> str:
-    """The one line that `moonpool serve` ends with, under `ulimit -v` if `address_space` bytes are given."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "moonpool", "serve", "--state-dir", str(runtime / "state"), *arguments],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S / 2,  # a service that had started would go on
-        preexec_fn=partial(limit_address_space, address_space),
-    )
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Command]:
+    with forked_cli("serve") as moonpool:
+        yield partial(moonpool, "serve")
+
+
+def refusal(serve: Command, runtime: Path, *arguments: str) -> str:
+    """The one line that `moonpool serve` ends with."""
+    ran = serve("--state-dir", runtime / "state", *arguments, XDG_RUNTIME_DIR=str(runtime))
+    return line_of(ran, runtime)
+
+
+def line_of(ran: subprocess.CompletedProcess[str], runtime: Path) -> str:
     assert ran.returncode == 1, ran.stderr
     assert ran.stdout == ""
     assert [path.name for path in runtime.iterdir() if path.name.startswith("moonpool-")] == []
@@ -44,9 +48,8 @@ def refusal(runtime: Path, *arguments: str, address_space: int | None = None) ->
     return line
 
 
-def limit_address_space(nbytes: int | None) -> None:
-    if nbytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+def limit_address_space(nbytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
 
 
 def tiny_model(folder: Path, missing_nbytes: int) -> str:
@@ -71,23 +74,23 @@ def tiny_model(folder: Path, missing_nbytes: int) -> str:
     return str(path)
 
 
-def test_a_taken_port(runtime: Path) -> None:
+def test_a_taken_port(serve: Command, runtime: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port} of 127.0.0.1 is taken" in refusal(runtime, "--port", str(port))
+        assert f"port {port} of 127.0.0.1 is taken" in refusal(serve, runtime, "--port", str(port))
 
 
-def test_a_pool_larger_than_the_machine(runtime: Path) -> None:
-    assert "not enough memory" in refusal(runtime, "--port", "0", "--dram", "100TB")
+def test_a_pool_larger_than_the_machine(serve: Command, runtime: Path) -> None:
+    assert "not enough memory" in refusal(serve, runtime, "--port", "0", "--dram", "100TB")
 
 
-def test_a_truncated_model(runtime: Path) -> None:
-    line = refusal(runtime, "--port", "0", "--model", tiny_model(runtime, missing_nbytes=1000))
+def test_a_truncated_model(serve: Command, runtime: Path) -> None:
+    line = refusal(serve, runtime, "--port", "0", "--model", tiny_model(runtime, missing_nbytes=1000))
     assert "tiny.gguf is truncated" in line
 
 
-def test_an_unknown_model(runtime: Path) -> None:
-    assert "neither a known model" in refusal(runtime, "--port", "0", "--model", "no-such-model")
+def test_an_unknown_model(serve: Command, runtime: Path) -> None:
+    assert "neither a known model" in refusal(serve, runtime, "--port", "0", "--model", "no-such-model")
 
 
 @pytest.mark.parametrize(
@@ -102,20 +105,28 @@ def test_an_unknown_model(runtime: Path) -> None:
         (("--dtype", "int8"), "--dtype cannot be 'int8'; choose one of: float32, bfloat16, float16"),
     ],
 )
-def test_wrong_settings(runtime: Path, arguments: tuple[str, ...], reason: str) -> None:
-    assert reason in refusal(runtime, "--port", "0", *arguments)
+def test_wrong_settings(serve: Command, runtime: Path, arguments: tuple[str, ...], reason: str) -> None:
+    assert reason in refusal(serve, runtime, "--port", "0", *arguments)
 
 
 @pytest.mark.parametrize("nbytes", [100_000_000, 1_000_000_000])
 def test_too_little_address_space(runtime: Path, nbytes: int) -> None:
-    line = refusal(runtime, "--port", "0", address_space=nbytes)
+    ran = subprocess.run(  # Python itself starts under the limit
+        [sys.executable, "-m", "moonpool", "serve", "--state-dir", str(runtime / "state"), "--port", "0"],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S / 2,  # a service that had started would go on
+        preexec_fn=partial(limit_address_space, nbytes),
+    )
+    line = line_of(ran, runtime)
     assert f"`ulimit -v` allows {format_nbytes(nbytes)} of address space" in line
     assert "raise it" in line
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
-def test_cuda_without_a_gpu(runtime: Path) -> None:
-    line = refusal(runtime, "--port", "0", "--device", "cuda")
+def test_cuda_without_a_gpu(serve: Command, runtime: Path) -> None:
+    line = refusal(serve, runtime, "--port", "0", "--device", "cuda")
     assert "--device cuda cannot be used" in line
     assert "--device cpu always works" in line
 

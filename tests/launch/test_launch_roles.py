@@ -96,6 +96,8 @@ def incarnation(address: str) -> int | None:
 def test_a_stop_leaves_nothing(folder: Path, signum: signal.Signals) -> None:
     with launched(folder, f"unix:{folder}/second.sock") as launcher:
         children = wait_complete(launcher)
+        for child in children:
+            assert os.getpgid(child.pid) != os.getpgid(launcher.pid), "children do not hear Ctrl-C themselves"
         launcher.send_signal(signum)
         _, err = launcher.communicate(timeout=HANG_S)  # KILL_AFTER_S at most: test_supervisor.py, in virtual time
         assert launcher.returncode == 0, err
@@ -132,11 +134,3 @@ def test_a_child_that_cannot_start_ends_the_launch_with_its_reason(folder: Path)
         assert out == ""
         assert err.splitlines()[-1].startswith("second: 'nonsense' is not an address")
         assert not (folder / "first.sock").exists()
-
-
-def test_children_do_not_hear_ctrl_c_themselves(folder: Path) -> None:
-    with launched(folder, f"unix:{folder}/second.sock") as launcher:
-        for child in wait_complete(launcher):
-            assert os.getpgid(child.pid) != os.getpgid(launcher.pid)
-        launcher.terminate()
-        launcher.communicate(timeout=HANG_S)

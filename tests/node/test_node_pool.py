@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from node_world import LOG_FILE_NBYTES, MIB, config
-from store_pool import LoopThread, RoleProcess
+from store_pool import LoopThread, RoleProcess, forked_roles
 from waiting import wait_until
 
 from moonpool.base.errors import MoonpoolError
@@ -101,6 +101,12 @@ def key(number: int) -> bytes:
 
 def value(number: int) -> bytes:
     return random.Random(number).randbytes(NBYTES + number)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def roles() -> Iterator[None]:
+    with forked_roles():
+        yield
 
 
 @pytest.fixture

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
+from forked_cli import Command, forked_cli
 from trace_cases import HOURS, hour, run_lru, run_share
-from waiting import HANG_S
 
 from moonpool.base.errors import InvalidInput
 from moonpool.planner.check import Checked, Run, busiest_part, cluster_run
@@ -166,9 +166,10 @@ def test_an_hour(name: str) -> None:
     assert made.certainty.num_slices == 12
 
 
-def moonpool_plan(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moonpool", "plan", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+@pytest.fixture(scope="module")
+def moonpool_plan() -> Iterator[Command]:
+    with forked_cli("plan", "moonpool.planner.plan", "moonpool.cli.trace") as moonpool:
+        yield partial(moonpool, "plan")
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ def chat_file(chat: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_plan_for_people(chat_file: Path, tmp_path: Path) -> None:
+def test_a_plan_for_people(moonpool_plan: Command, chat_file: Path, tmp_path: Path) -> None:
     price = tmp_path / "price.json"
     price.write_text('{"gpu_hour": 1.25, "source": "our contract"}')
     ran = moonpool_plan(chat_file, "--nodes", 8, "--ssd", "4TB", "--check", 40, "--price", price)
@@ -187,7 +188,7 @@ def test_a_plan_for_people(chat_file: Path, tmp_path: Path) -> None:
         assert part in ran.stdout
 
 
-def test_a_plan_for_programs(chat_file: Path) -> None:
+def test_a_plan_for_programs(moonpool_plan: Command, chat_file: Path) -> None:
     ran = moonpool_plan(chat_file, "--nodes", 8, "--check", 0, "--json")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
@@ -196,7 +197,7 @@ def test_a_plan_for_programs(chat_file: Path) -> None:
     assert found["checked"] == []
 
 
-def test_sizes_of_any_config(tmp_path: Path) -> None:
+def test_sizes_of_any_config(moonpool_plan: Command, tmp_path: Path) -> None:
     config = tmp_path / "my-model" / "config.json"
     config.parent.mkdir()
     sizes = {"num_hidden_layers": 10, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -208,7 +209,7 @@ def test_sizes_of_any_config(tmp_path: Path) -> None:
     assert "70.272 kB of KV per token" in text.stdout, text.stderr
 
 
-def test_wrong_input_is_one_line(tmp_path: Path) -> None:
+def test_wrong_input_is_one_line(moonpool_plan: Command, tmp_path: Path) -> None:
     for arguments, complaint in (
         (("--model", "no-such"), "no model 'no-such'"),
         ((tmp_path / "absent.jsonl",), "absent.jsonl"),

@@ -10,13 +10,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from store_pool import MIB, LocalPool, ProcessPool, RoleProcess
+from store_pool import MIB, LocalPool, ProcessPool, RoleProcess, forked_roles
 from waiting import HANG_S, wait_until
 
 from moonpool.base.errors import MoonpoolError, NoSpace
 from moonpool.store import Store
 from moonpool.store.client import ahead
 from moonpool.store.client.put_request import PutRequest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def roles() -> Iterator[None]:
+    with forked_roles():
+        yield
 
 
 @pytest.fixture

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from forked_cli import Command, forked_cli
 from waiting import HANG_S
 
 from moonpool.traces.mooncake_jsonl import read_jsonl
 
 
-def trace_command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moonpool", "trace", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+@pytest.fixture(scope="module")
+def trace_command() -> Iterator[Command]:
+    with forked_cli("trace") as moonpool:
+        yield partial(moonpool, "trace")
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat(trace_command: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("traces") / "chat.jsonl"
     ran = trace_command("generate", "chat", "--requests", 600, "--rate", 5, "--seed", 1, "-o", path)
     assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr
@@ -27,7 +31,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_describe_shows_a_table_and_a_picture(chat: Path) -> None:
+def test_describe_shows_a_table_and_a_picture(trace_command: Command, chat: Path) -> None:
     ran = trace_command("describe", chat)
     assert ran.returncode == 0, ran.stderr
     assert "600 in 120 s: 5.01 per second" in ran.stdout
@@ -36,19 +40,20 @@ def test_describe_shows_a_table_and_a_picture(chat: Path) -> None:
 
 
 def test_a_terminal_without_blocks_gets_plain_characters(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    ran = trace_command("describe", chat)
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")  # Python reads it where it starts, so this is a new process
+    command = [sys.executable, "-m", "moonpool", "trace", "describe", str(chat)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert ran.returncode == 0, ran.stderr
     assert "####" in ran.stdout
 
 
-def test_describe_for_programs(chat: Path) -> None:
+def test_describe_for_programs(trace_command: Command, chat: Path) -> None:
     found = json.loads(trace_command("describe", chat, "--json").stdout)
     assert (found["name"], found["num_requests"]) == ("chat", 600)
     assert found["lru_hit_tokens"]["100000000"] == pytest.approx(found["hit_tokens"])
 
 
-def test_nothing_is_overwritten_unasked(chat: Path) -> None:
+def test_nothing_is_overwritten_unasked(trace_command: Command, chat: Path) -> None:
     before = chat.read_bytes()
     ran = trace_command("generate", "chat", "--requests", 10, "-o", chat)
     assert ran.returncode == 1
@@ -57,7 +62,7 @@ def test_nothing_is_overwritten_unasked(chat: Path) -> None:
     assert chat.read_bytes() == before
 
 
-def test_force_replaces(chat: Path, tmp_path: Path) -> None:
+def test_force_replaces(trace_command: Command, chat: Path, tmp_path: Path) -> None:
     path = tmp_path / "copy.jsonl.gz"
     path.write_text("old")
     ran = trace_command("change", chat, "--requests", "0:100", "-o", path, "--force")
@@ -65,7 +70,7 @@ def test_force_replaces(chat: Path, tmp_path: Path) -> None:
     assert len(read_jsonl(path)) == 100
 
 
-def test_changes_are_made_one_after_the_other(chat: Path, tmp_path: Path) -> None:
+def test_changes_are_made_one_after_the_other(trace_command: Command, chat: Path, tmp_path: Path) -> None:
     path = tmp_path / "changed.jsonl"
     options = ("--merge", chat, "--slice", ":60", "--scale", 2, "--cut-blocks", 256, "--relabel", "--tenant", 4)
     ran = trace_command("change", chat, *options, "-o", path)
@@ -77,13 +82,13 @@ def test_changes_are_made_one_after_the_other(chat: Path, tmp_path: Path) -> Non
     assert set(changed.tenant.tolist()) == {4}
 
 
-def test_new_arrivals(chat: Path, tmp_path: Path) -> None:
+def test_new_arrivals(trace_command: Command, chat: Path, tmp_path: Path) -> None:
     path = tmp_path / "even.jsonl"
     assert trace_command("change", chat, "--rate", 2, "--cv", 0, "-o", path).returncode == 0
     assert read_jsonl(path).arrival_s[:3].tolist() == [0.0, 0.5, 1.0]
 
 
-def test_like_another(chat: Path, tmp_path: Path) -> None:
+def test_like_another(trace_command: Command, chat: Path, tmp_path: Path) -> None:
     path = tmp_path / "like.jsonl"
     ran = trace_command("generate", "like", "--like", chat, "--requests", 700, "-o", path)
     assert ran.returncode == 0, ran.stderr
@@ -105,7 +110,9 @@ def test_like_another(chat: Path, tmp_path: Path) -> None:
         (("change", "CHAT", "--scale", "0", "-o", "OUT"), "cannot be scaled by 0"),
     ],
 )
-def test_errors_are_one_line(chat: Path, tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:
+def test_errors_are_one_line(
+    trace_command: Command, chat: Path, tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
     places = {"OUT": str(tmp_path / "out.jsonl"), "CHAT": str(chat)}
     ran = trace_command(*(places.get(text, text) for text in arguments))
     assert ran.returncode == 1
@@ -114,7 +121,7 @@ def test_errors_are_one_line(chat: Path, tmp_path: Path, arguments: tuple[str, .
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_wrong_line_is_named(tmp_path: Path) -> None:
+def test_a_wrong_line_is_named(trace_command: Command, tmp_path: Path) -> None:
     path = tmp_path / "wrong.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\nnonsense\n')
     ran = trace_command("describe", path)

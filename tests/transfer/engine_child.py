@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moonpool.base.checksum import crc32c
 from moonpool.master.service import Master, MasterConfig
 from moonpool.store import MasterDirectory
 from moonpool.transfer import TransferConfig, TransferEngine, TransferOp, TransferRequest
+
+if TYPE_CHECKING:  # the child does without
+    from forked_script import ForkServer
 
 
 @contextlib.contextmanager
@@ -43,11 +45,17 @@ class EngineProcess:
     """The other end, for tests."""
 
     def __init__(
-        self, run_dir: Path, segments: dict[str, int] | None = None, *, master: str | None = None, **config: Any
+        self,
+        server: ForkServer,
+        run_dir: Path,
+        segments: dict[str, int] | None = None,
+        *,
+        master: str | None = None,
+        **config: Any,
     ) -> None:
+        """`server` forks this file."""
         settings = {"config": {"run_dir": str(run_dir), **config}, "master": master, "segments": segments or {}}
-        command = [sys.executable, __file__, json.dumps(settings)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = server.start(json.dumps(settings))
         hello = self._receive()
         self.address: str = hello["addresses"][0]
         self.incarnation: int = hello["incarnation"]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import uvloop
 from engine_child import EngineProcess, running_master
+from forked_script import ForkServer, fork_server
 from waiting import HANG_S
 
 from moonpool.base.checksum import crc32c
@@ -44,6 +45,12 @@ def first_byte(remote: RemoteSegment) -> int:
     return back[0]
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    with fork_server(Path(__file__).with_name("engine_child.py")) as server:
+        yield server
+
+
 @pytest.fixture(params=["peer", "master"])
 def master(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str | None]:
     """None: peers are asked directly."""
@@ -52,11 +59,13 @@ def master(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str | Non
 
 
 @WAYS
-def test_an_owner_killed_and_started_again_is_found_anew(tmp_path: Path, master: str | None, shm: bool) -> None:
+def test_an_owner_killed_and_started_again_is_found_anew(
+    forks: ForkServer, tmp_path: Path, master: str | None, shm: bool
+) -> None:
     directory = None if master is None else MasterDirectory(master)
     with contextlib.ExitStack() as undo:
         peer = undo.enter_context(make_engine(tmp_path, directory, tcp_host=None))
-        first = undo.enter_context(EngineProcess(tmp_path, {"kv": NBYTES}, master=master, shm=shm))
+        first = undo.enter_context(EngineProcess(forks, tmp_path, {"kv": NBYTES}, master=master, shm=shm))
         target = f"kv@{first.address}" if master is None else "kv"
         first.ask("fill", name="kv", byte=1)
         old = peer.open(target)
@@ -66,7 +75,7 @@ def test_an_owner_killed_and_started_again_is_found_anew(tmp_path: Path, master:
         with pytest.raises(PeerLost):
             first_byte(old)
         second = undo.enter_context(
-            EngineProcess(tmp_path, {"kv": NBYTES}, master=master, shm=shm, tcp_port=first.port)
+            EngineProcess(forks, tmp_path, {"kv": NBYTES}, master=master, shm=shm, tcp_port=first.port)
         )
         assert second.incarnation > first.incarnation
         second.ask("fill", name="kv", byte=2)
@@ -82,8 +91,11 @@ def test_an_owner_killed_and_started_again_is_found_anew(tmp_path: Path, master:
             directory.close()
 
 
-def test_a_batch_under_way_when_the_owner_dies_fails_soon(tmp_path: Path) -> None:
-    with EngineProcess(tmp_path, {"kv": NBYTES}, shm=False) as owner, make_engine(tmp_path, tcp_host=None) as peer:
+def test_a_batch_under_way_when_the_owner_dies_fails_soon(forks: ForkServer, tmp_path: Path) -> None:
+    with (
+        EngineProcess(forks, tmp_path, {"kv": NBYTES}, shm=False) as owner,
+        make_engine(tmp_path, tcp_host=None) as peer,
+    ):
         remote = peer.open(f"kv@{owner.address}")
         buffer = bytearray(NBYTES)
         read = TransferRequest(TransferOp.READ, remote, 0, [buffer])
@@ -105,9 +117,12 @@ def failure_of(batch: Any) -> MoonpoolError | None:
 
 
 @WAYS
-def test_a_message_comes_after_the_bytes(tmp_path: Path, shm: bool) -> None:
+def test_a_message_comes_after_the_bytes(forks: ForkServer, tmp_path: Path, shm: bool) -> None:
     """The owner looks at its memory the moment a message is there, and finds what the message is about."""
-    with EngineProcess(tmp_path, {"kv": NBYTES}, shm=shm) as owner, make_engine(tmp_path, slice_nbytes=65536) as peer:
+    with (
+        EngineProcess(forks, tmp_path, {"kv": NBYTES}, shm=shm) as owner,
+        make_engine(tmp_path, slice_nbytes=65536) as peer,
+    ):
         remote = peer.open(f"kv@{owner.address}")
         with ThreadPoolExecutor(1) as pool:
             for number in range(1, 21):
@@ -123,9 +138,9 @@ def test_a_message_comes_after_the_bytes(tmp_path: Path, shm: bool) -> None:
 
 @WAYS
 @LOOPS
-def test_messages_from_another_process(tmp_path: Path, shm: bool, run: Any) -> None:
+def test_messages_from_another_process(forks: ForkServer, tmp_path: Path, shm: bool, run: Any) -> None:
     """Taken by a thread first, then by a coroutine."""
-    with EngineProcess(tmp_path) as sender, make_engine(tmp_path, shm=shm) as owner:
+    with EngineProcess(forks, tmp_path) as sender, make_engine(tmp_path, shm=shm) as owner:
         owner.register("kv", nbytes=NBYTES)
         target = f"kv@{owner.addresses[0]}"
         asking = threading.Thread(
@@ -178,7 +193,7 @@ def test_giving_up_waiting_for_messages_loses_none(tmp_path: Path, run: Any) -> 
 
 @WAYS
 @LOOPS
-def test_everything_from_a_coroutine(tmp_path: Path, shm: bool, run: Any) -> None:
+def test_everything_from_a_coroutine(forks: ForkServer, tmp_path: Path, shm: bool, run: Any) -> None:
     async def use(owner: EngineProcess, peer: TransferEngine) -> None:
         target = f"kv@{owner.address}"
         handles = await asyncio.gather(*(peer.opening(target) for _ in range(20)))
@@ -193,7 +208,7 @@ def test_everything_from_a_coroutine(tmp_path: Path, shm: bool, run: Any) -> Non
         assert owner.ask("take", timeout_s=HANG_S) == [["kv", "there"]]
         await cancel_in_the_middle(peer, remote)
 
-    with EngineProcess(tmp_path, {"kv": NBYTES}, shm=shm) as owner, make_engine(tmp_path, tcp_host=None) as peer:
+    with EngineProcess(forks, tmp_path, {"kv": NBYTES}, shm=shm) as owner, make_engine(tmp_path, tcp_host=None) as peer:
         run(use(owner, peer))
 
 
@@ -219,12 +234,12 @@ async def cancel_in_the_middle(peer: TransferEngine, remote: RemoteSegment) -> N
     assert [crc32c(buffer) for buffer in buffers] == before
 
 
-def test_with_a_secret_between_processes(tmp_path: Path) -> None:
+def test_with_a_secret_between_processes(forks: ForkServer, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("known to both of them")
     secret.chmod(0o600)
     guarded: dict[str, Any] = {"secret_file": str(secret), "shm": False}
-    with EngineProcess(tmp_path, {"kv": NBYTES}, **guarded) as other, make_engine(tmp_path, **guarded) as here:
+    with EngineProcess(forks, tmp_path, {"kv": NBYTES}, **guarded) as other, make_engine(tmp_path, **guarded) as here:
         here.register("back", nbytes=NBYTES)
         remote = here.open(f"kv@{other.address}")
         here.submit([TransferRequest(TransferOp.WRITE, remote, 0, [b"\x05" * NBYTES])], notify=b"five").wait()

@@ -6,8 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,25 +14,22 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from forked_script import ForkServer, fork_server
 from waiting import HANG_S
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import DeadlineExceeded, NotFound, PeerLost, StaleGeneration
 from moonpool.transfer import SegmentDescriptor, TransferConfig, TransferEngine
 
-NBYTES = 32 << 20
-SCRIPT = str(Path(__file__).with_name("segment_owner.py"))
+NBYTES = 16 << 20  # more than sockets hold
 WAYS = pytest.mark.parametrize("way", ["shm", "tcp"])
 
 
 class OwnerProcess:
     """One running segment_owner.py."""
 
-    def __init__(self, run_dir: Path, *, incarnation: int = 1, tcp_port: int = 0) -> None:
-        arguments = [str(run_dir), str(NBYTES), str(incarnation), str(tcp_port), "65536"]
-        self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, forks: ForkServer, run_dir: Path, *, incarnation: int = 1, tcp_port: int = 0) -> None:
+        self.process = forks.start(str(run_dir), str(NBYTES), str(incarnation), str(tcp_port), "65536")
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.descriptor = msgspec.json.decode(line, type=SegmentDescriptor)
@@ -74,9 +69,15 @@ class OwnerProcess:
             pipe.close()
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    with fork_server(Path(__file__).with_name("segment_owner.py")) as server:
+        yield server
+
+
 @pytest.fixture
-def owner(tmp_path: Path) -> Iterator[OwnerProcess]:
-    made = OwnerProcess(tmp_path)
+def owner(forks: ForkServer, tmp_path: Path) -> Iterator[OwnerProcess]:
+    made = OwnerProcess(forks, tmp_path)
     yield made
     made.close()
 
@@ -119,19 +120,19 @@ def test_the_fence_is_one_for_all_ways(owner: OwnerProcess, tmp_path: Path) -> N
 
 @WAYS
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_killed_in_the_middle(tmp_path: Path, way: str, op: str) -> None:
+def test_killed_in_the_middle(forks: ForkServer, tmp_path: Path, way: str, op: str) -> None:
     """Every caller has an error within 2 s, and nothing is left behind."""
     gc.collect()  # what earlier tests left to the collector must not be counted now and be gone later
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for turn in range(3):
-        kill_in_the_middle(tmp_path / str(turn), way, op)
+        kill_in_the_middle(forks, tmp_path / str(turn), way, op)
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= fds
 
 
-def kill_in_the_middle(run_dir: Path, way: str, op: str) -> None:
+def kill_in_the_middle(forks: ForkServer, run_dir: Path, way: str, op: str) -> None:
     run_dir.mkdir()
-    owner = OwnerProcess(run_dir)
+    owner = OwnerProcess(forks, run_dir)
     ended: list[float] = []
     moving = threading.Semaphore(0)
     with TransferEngine(TransferConfig(run_dir=str(run_dir / "own"), tcp_host=None)) as engine:
@@ -162,15 +163,17 @@ def kill_in_the_middle(run_dir: Path, way: str, op: str) -> None:
 
 
 @WAYS
-def test_a_restarted_owner_voids_old_handles(tmp_path: Path, engine: TransferEngine, way: str) -> None:
-    first = OwnerProcess(tmp_path)
+def test_a_restarted_owner_voids_old_handles(
+    forks: ForkServer, tmp_path: Path, engine: TransferEngine, way: str
+) -> None:
+    first = OwnerProcess(forks, tmp_path)
     remote = engine.open(first.only(way))
     remote.read_into(0, [bytearray(1)], timeout_s=HANG_S)
     first.kill()
     first.close()
     with pytest.raises(PeerLost):
         remote.read_into(0, [bytearray(1)], timeout_s=HANG_S)
-    second = OwnerProcess(tmp_path, incarnation=2, tcp_port=first.tcp_port)
+    second = OwnerProcess(forks, tmp_path, incarnation=2, tcp_port=first.tcp_port)
     try:
         with pytest.raises((NotFound, PeerLost)):
             remote.read_into(0, [bytearray(1)], timeout_s=HANG_S)
