@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--only", action="append", choices=CASES, metavar="CASE", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--quick", action="store_true", help="on a few hundred requests, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="on a few requests, to see that it runs")
     arguments = parser.parse_args()
     for assumption in ASSUMPTIONS:
         print(f"assumed: {assumption}", file=sys.stderr)

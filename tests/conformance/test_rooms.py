@@ -3,26 +3,62 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import moonpool
 
 PACKAGE = Path(moonpool.__file__).parent
+LIGHT = (
+    "moonpool.store.messages",
+    "moonpool.worker.messages",
+    "moonpool.conductor.messages",
+    "moonpool.conductor.service",
+    "moonpool.frontend.service",
+    "moonpool.sim.world.cluster",
+    "moonpool.planner.plan",
+)
 HEAVY = ("moonpool.transfer", "moonpool.store.client", "moonpool.store.tensors", "moonpool.node", "torch")
+
+
+class Outline(NamedTuple):
+    """What the tests here want of a file. (Its whole tree would slow the collector down for all tests that follow.)"""
+
+    public_classes: list[str]
+    imports: list[ast.Import | ast.ImportFrom]
+
+
+@functools.cache
+def outline(path: Path) -> Outline:
+    tree = ast.parse(path.read_text())
+    classes = [each.name for each in tree.body if isinstance(each, ast.ClassDef) and not each.name.startswith("_")]
+    return Outline(classes, [each for each in statements(tree) if isinstance(each, ast.Import | ast.ImportFrom)])
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all that is below `tree`, except what is part of an expression: there is no import in one."""
+    waiting = [tree]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if not isinstance(node, ast.expr):
+                yield node
+                waiting.append(node)
 
 
 def public_classes() -> dict[str, list[str]]:
     """Return the files that define a public class, by the class's name."""
     files: dict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
-        for statement in ast.parse(path.read_text()).body:
-            if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
-                files[statement.name].append(str(path.relative_to(PACKAGE)))
+        for name in outline(path).public_classes:
+            files[name].append(str(path.relative_to(PACKAGE)))
     return files
 
 
@@ -40,10 +76,10 @@ def test_names_of_test_files_are_unique() -> None:
 def imports_of(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
     """Return the modules of this package that a module imports at its top, in a function or under TYPE_CHECKING."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in outline(path).imports:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert not node.level, f"{path}: imports in this package are absolute"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
@@ -95,19 +131,20 @@ def test_an_import_circle_is_found_in_every_form(source: str, tmp_path: Path) ->
     assert import_circles(room) == {frozenset({"room.low", "room.high"})}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "moonpool.store.messages",
-        "moonpool.worker.messages",
-        "moonpool.conductor.messages",
-        "moonpool.conductor.service",
-        "moonpool.frontend.service",
-        "moonpool.sim.world.cluster",
-        "moonpool.planner.plan",
-    ],
-)
-def test_messages_and_their_users_load_no_transport(module: str) -> None:
-    program = f"import sys, {module}; print(*sorted(name for name in sys.modules if name.startswith({HEAVY!r})))"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert not loaded
+_LOAD = """
+import importlib, json, sys
+loaded = {}
+for module in json.loads(sys.argv[1]):
+    known = set(sys.modules)
+    importlib.import_module(module)
+    new = set(sys.modules) - known
+    loaded[module] = sorted(name for name in new if name.startswith(tuple(json.loads(sys.argv[2]))))
+print(json.dumps(loaded))
+"""
+
+
+def test_messages_and_their_users_load_no_transport() -> None:
+    """One after the other in one process: the first one that loads something heavy is named."""
+    command = [sys.executable, "-c", _LOAD, json.dumps(LIGHT), json.dumps(HEAVY)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(said) == {module: [] for module in LIGHT}

@@ -33,9 +33,17 @@ from moonpool.engine.tokenizer import load_tokenizer
 from moonpool.engine.weights import load_weights, random_weights
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_tiny("qwen3", folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path, own_cache: Path) -> Path:
-    save_tiny("qwen3", tmp_path / "model")
+def folder(saved: Path, tmp_path: Path, own_cache: Path) -> Path:
+    """A copy that a test may damage."""
+    shutil.copytree(saved, tmp_path / "model")
     return tmp_path / "model"
 
 

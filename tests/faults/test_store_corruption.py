@@ -209,7 +209,7 @@ def flip_one(victims: Victims, memories: dict[str, NodeMemory | NodeDisk]) -> st
 
 
 def test_bits_flip_where_objects_lie(nursery: Nursery) -> None:
-    flip_where_it_lies(nursery, 1, 500)
+    flip_where_it_lies(nursery, 1, 150)
 
 
 @pytest.mark.soak
@@ -272,7 +272,7 @@ def flip_on_the_wire(nursery: Nursery, seed: int, num_flips: int) -> None:
 
 
 def test_bits_flip_on_the_wire(nursery: Nursery) -> None:
-    flip_on_the_wire(nursery, 2, 100)
+    flip_on_the_wire(nursery, 2, 40)
 
 
 @pytest.mark.soak

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 from frontend_cluster import MODEL, ToyCluster
 from openai.types import completion_create_params as openai_text
 from openai.types.chat import ChatCompletionMessage
@@ -20,9 +21,13 @@ CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 
 
-@pytest.fixture
-async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with ToyCluster(tmp_path) as cluster, cluster.client() as http:
+of_module = pytest.mark.asyncio(loop_scope="module")  # the loop that the cluster runs in
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+    """One cluster for all: requests leave nothing in it."""
+    async with ToyCluster(tmp_path_factory.mktemp("state")) as cluster, cluster.client() as http:
         yield http
 
 
@@ -44,6 +49,7 @@ def test_an_answer_can_be_sent_back_with_all_its_fields() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(fields.UNSUPPORTED_CHAT))
+@of_module
 async def test_features_are_refused_only_when_they_are_asked_for(http: httpx.AsyncClient, name: str) -> None:
     feature = fields.UNSUPPORTED_CHAT[name]
     for neutral in feature.neutral:
@@ -54,6 +60,7 @@ async def test_features_are_refused_only_when_they_are_asked_for(http: httpx.Asy
     assert "support" in error["message"]
 
 
+@of_module
 async def test_ignored_fields_change_nothing(http: httpx.AsyncClient) -> None:
     plain = (await http.post(CHAT, json={**BODY, "seed": 1})).json()["choices"]
     for name in fields.IGNORED:
@@ -71,12 +78,14 @@ def test_the_tables_are_documented() -> None:
 @pytest.mark.parametrize(
     "kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/json; charset=x"]
 )
+@of_module
 async def test_json_is_taken_whatever_the_content_type(http: httpx.AsyncClient, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     reply = await http.post(CHAT, content=json.dumps(BODY).encode(), headers=headers)
     assert reply.status_code == 200
 
 
+@of_module
 async def test_a_form_gets_told_what_to_send(http: httpx.AsyncClient) -> None:
     reply = await http.post(CHAT, data={"model": MODEL, "prompt": "hello"})
     error = reply.json()["error"]

@@ -201,12 +201,18 @@ def four_kib_to_four_mib(chance: random.Random) -> int:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "num_objects", "least"),
-    [(1 << 18, 1, 0.86), (1 << 18, 20, 0.8), (1 << 20, 1, 0.89), (1 << 20, 50, 0.89)],
+    ("capacity", "num_objects", "least", "each"),
+    [
+        (1 << 18, 1, 0.86, 32),
+        (1 << 18, 20, 0.8, 32),
+        *((1 << 20, num_objects, 0.89, 64) for num_objects in (1, 50)),
+        *(pytest.param(1 << 20, num_objects, 0.89, 32, marks=pytest.mark.soak) for num_objects in (1, 50)),
+    ],
 )
-def test_mixed_sizes_leave_few_holes(capacity: int, num_objects: int, least: float) -> None:
-    """Asked to be nine tenths full. A segment of 1 GiB is small for objects of 4 MiB, one of 4 GiB no more."""
-    count = capacity // 32
+def test_mixed_sizes_leave_few_holes(capacity: int, num_objects: int, least: float, each: int) -> None:
+    """Asked to be nine tenths full. A segment of 1 GiB is small for objects of 4 MiB, one of 4 GiB no more. As many
+    objects come as there are `each` granules: of 147 granules on average, they fill the segment several times."""
+    count = capacity // each
     churn = Churn(capacity, four_kib_to_four_mib, 0.9)
     filled = churn.run(count // num_objects, num_objects)
     tries = churn.num_failed / count

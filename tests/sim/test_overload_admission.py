@@ -17,7 +17,7 @@ from moonpool.sim.world.results import Results
 from moonpool.traces.generate import generate
 
 TTFT_S, TBT_S = 30.0, 0.1
-LASTS_S = 300.0
+LASTS_S = pytest.mark.parametrize("lasts_s", [120.0, pytest.param(300.0, marks=pytest.mark.soak)])
 RATES = (1.5, 2.0, 3.0)  # 4 + 4 nodes can serve a little less than 2 a second
 NONE, EARLY, PAPER, PREDICTED = AdmissionForm
 
@@ -30,8 +30,8 @@ class Outcome(NamedTuple):
 
 
 @cache
-def outcome(form: AdmissionForm, rate: float) -> Outcome:
-    trace = generate("chat", num_requests=int(rate * LASTS_S), rate_per_s=rate, seed=1)
+def outcome(form: AdmissionForm, rate: float, lasts_s: float) -> Outcome:
+    trace = generate("chat", num_requests=int(rate * lasts_s), rate_per_s=rate, seed=1)
     policy = PolicyConfig(name="cost", ttft_slo_s=TTFT_S, tbt_slo_s=TBT_S, admission=form)
     world = SimCluster(cluster(num_prefill=4, num_decode=4, cost=mooncake_cost(), policy=policy), trace)
     jobs = world.run()
@@ -47,25 +47,34 @@ def is_good(job: Job) -> bool:
     return job.ttft_s <= TTFT_S and job.tbt_s <= TBT_S
 
 
-def test_each_form_rejects_less_than_the_one_before() -> None:
-    assert outcome(NONE, 3.0).rejected > outcome(EARLY, 3.0).rejected > outcome(PREDICTED, 3.0).rejected
+@LASTS_S
+def test_each_form_rejects_less_than_the_one_before(lasts_s: float) -> None:
+    none, early, predicted = (outcome(form, 3.0, lasts_s).rejected for form in (NONE, EARLY, PREDICTED))
+    assert none > early > predicted
 
 
-@pytest.mark.parametrize("rate", [3.0, pytest.param(6.0, marks=pytest.mark.soak)])
-def test_the_forecast_saves_most_of_the_wasted_prefills(rate: float) -> None:
-    assert min(outcome(NONE, rate).wasted, outcome(EARLY, rate).wasted) > 4 * outcome(PREDICTED, rate).wasted
+@pytest.mark.parametrize(
+    ("rate", "lasts_s"),
+    [(3.0, 120.0), *(pytest.param(rate, 300.0, marks=pytest.mark.soak) for rate in (3.0, 6.0))],
+)
+def test_the_forecast_saves_most_of_the_wasted_prefills(rate: float, lasts_s: float) -> None:
+    none, early, predicted = (outcome(form, rate, lasts_s).wasted for form in (NONE, EARLY, PREDICTED))
+    assert min(none, early) > 4 * predicted
 
 
-def test_the_forecast_sees_all_that_will_be_decoding() -> None:
-    assert outcome(PREDICTED, 3.0).bias == pytest.approx(0.0, abs=0.1)
+@LASTS_S
+def test_the_forecast_sees_all_that_will_be_decoding(lasts_s: float) -> None:
+    assert outcome(PREDICTED, 3.0, lasts_s).bias == pytest.approx(0.0, abs=0.1)
 
 
-def test_the_papers_forecast_leaves_out_long_answers_and_saves_fewer_prefills() -> None:
-    assert outcome(PAPER, 3.0).bias < -0.1
-    assert outcome(PAPER, 3.0).wasted > 4 * outcome(PREDICTED, 3.0).wasted
+@LASTS_S
+def test_the_papers_forecast_leaves_out_long_answers_and_saves_fewer_prefills(lasts_s: float) -> None:
+    assert outcome(PAPER, 3.0, lasts_s).bias < -0.1
+    assert outcome(PAPER, 3.0, lasts_s).wasted > 4 * outcome(PREDICTED, 3.0, lasts_s).wasted
 
 
-def test_at_twice_the_best_rate_as_much_good_comes_out() -> None:
-    best = max(RATES, key=lambda rate: outcome(PREDICTED, rate).good_per_s)
-    assert outcome(PREDICTED, 2 * best).good_per_s >= 0.9 * outcome(PREDICTED, best).good_per_s
-    assert outcome(PREDICTED, best).good_per_s > 1.5, "most of what can be served at all"
+@LASTS_S
+def test_at_twice_the_best_rate_as_much_good_comes_out(lasts_s: float) -> None:
+    best = max(RATES, key=lambda rate: outcome(PREDICTED, rate, lasts_s).good_per_s)
+    assert outcome(PREDICTED, 2 * best, lasts_s).good_per_s >= 0.9 * outcome(PREDICTED, best, lasts_s).good_per_s
+    assert outcome(PREDICTED, best, lasts_s).good_per_s > 1.5, "most of what can be served at all"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hostile_bytes import Hostile, batches, replayable
 
-SOAK = 20
+SOAK = 80
 LIMIT_NBYTES = 12 << 20  # all that one batch may have allocated at one time, the test's own needs included
 scale = pytest.mark.parametrize("times", [1, pytest.param(SOAK, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 

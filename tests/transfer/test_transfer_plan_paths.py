@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_world import CONFIG, MIB, RATE, Planner, Rail, World
 from waiting import HANG_S
@@ -193,7 +193,6 @@ tasks_ = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(rails_, tasks_)
 def test_whatever_fails_a_task_is_whole_or_fails_in_time(
     rails: list[Rail], tasks: list[tuple[list[int], float, float]]
@@ -208,7 +207,6 @@ def test_whatever_fails_a_task_is_whole_or_fails_in_time(
     assert all(path.num_under_way == 0 and path.in_flight_nbytes == 0 for path in world.planner.paths)
 
 
-@settings(max_examples=200, deadline=None)
 @given(rails_, st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=4), st.integers(0, 4))
 def test_no_stall_while_a_healthy_path_exists(rails: list[Rail], sizes: list[int], place: int) -> None:
     healthy = Rail(RATE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_world import MIB, RATE, Planner, Rail, World
 
@@ -41,7 +41,7 @@ def _submit_and_run(world: World, sizes: list[int], priority: Priority) -> list[
 def test_constant_high_work_leaves_a_share_to_the_rest() -> None:
     world = World([Rail()])
     low = world.submit([4 * MIB], priority=REPLICATION)
-    for _ in range(400):  # more than the rail can carry, all the time
+    for _ in range(130):  # more than the rail can carry, all the time, for longer than the bound below
         world.submit([MIB], priority=HANDOFF)
         world.run(world.now_s + 0.5 * MIB / RATE)
     assert world.ended[low][1] is None
@@ -108,11 +108,11 @@ def test_a_cancelled_slice_is_not_tried_again(error: PeerLost | DeadlineExceeded
 def test_many_tasks_are_planned_in_little_time_each() -> None:
     """An event looks at a few of the waiting tasks, not at all of them."""
     planner = Planner(2, PlanConfig(max_slice_nbytes=MIB))
-    for _ in range(20_000):
+    for _ in range(5_000):
         planner.submit([4096], 1e6, 0.0)
         for given_ in planner.next_assignments(0.0):
             planner.completed(given_, 0.0)
-    assert len(planner.take_ended()) > 19_000
+    assert len(planner.take_ended()) > 4_750
 
 
 spans = st.lists(
@@ -132,7 +132,6 @@ tasks_ = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(rails_, tasks_)
 def test_whatever_is_cancelled_a_task_is_whole_or_failed_and_in_time(
     rails: list[Rail], tasks: list[tuple[list[int], float, Priority, float, int | None]]

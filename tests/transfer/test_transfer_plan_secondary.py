@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_world import CONFIG, MIB, RATE, Planner, Rail, World
 
@@ -84,7 +84,6 @@ faulty = st.builds(Rail, st.floats(1e5, 1e9), spans, spans)
 sizes_ = st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
 @example([Rail(491794439.0, [], [])], [Rail(1e5, [], []), Rail(1e5, [], [(0.0, 1.0)])], [([11403266], 0.015625, 0.0)])
 @given(
     st.lists(faulty, min_size=1, max_size=3),
@@ -103,7 +102,6 @@ def test_whatever_fails_a_task_is_whole_or_fails_in_time(
         assert ended_s <= world.deadlines[task] + 1e-6
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 3), st.sampled_from(["silent", "refusing"]), sizes_, st.lists(faulty, max_size=1))
 def test_without_preferred_paths_a_healthy_secondary_one_does_it(
     num_dead: int, fault: str, sizes: list[int], others: list[Rail]
@@ -120,7 +118,6 @@ def test_without_preferred_paths_a_healthy_secondary_one_does_it(
     assert not any(carried(rail) for rail in dead)
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(RATE / 50, RATE / 10), spans), min_size=1, max_size=3),
     st.sampled_from(["silent", "refusing"]),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -182,7 +183,7 @@ class PrefixAware(SweepPolicy):
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        children = dict.fromkeys(range(len(self._children)), 0)
+        children = Counter[int]()  # of the slots that have some: columns are much longer than what they hold
         for slot in np.flatnonzero(view(self._present)).tolist():
             parent = self._parent(slot)
             if parent is not None:

@@ -64,7 +64,11 @@ def row_tables(num_lanes: int = NUM_LANES) -> Words:
 @cache
 def lane_folds(num_lanes: int = NUM_LANES) -> Words:
     """Return [32, num_lanes]: the columns of each lane's last advance, over its last word and those behind it."""
-    return np.stack([zero_advance((num_lanes - lane) * WORD_NBYTES) for lane in range(num_lanes)], axis=1)
+    word = zero_advance(WORD_NBYTES)
+    folds = [word]  # from the last lane to the first: each has one word more behind it
+    for _ in range(num_lanes - 1):
+        folds.append(apply_map(word, folds[-1]))
+    return np.stack(folds[::-1], axis=1)
 
 
 @cache
