@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked_script import ForkedProcess
 from store_pool import MIB, RoleProcess
 from waiting import wait_until
 
@@ -132,7 +133,7 @@ class EngineDriver(LinedProcess):
         return EngineAnswer(**result, elapsed_s=time.monotonic() - begun_s)
 
 
-def stop(process: subprocess.Popen[str]) -> None:
+def stop(process: subprocess.Popen[str] | ForkedProcess) -> None:
     """SIGSTOP, and wait until no thread of it runs: the signal itself is only a request."""
     process.send_signal(signal.SIGSTOP)
     threads = Path(f"/proc/{process.pid}/task")
