@@ -188,7 +188,10 @@ def test_a_drain_does_not_wait_for_space_of_a_writer_that_has_gone() -> None:
     pool.carry_out("b")
     pool.tick(1)
     assert info(pool, task).state == "done"
-    assert {each.name: each.status for each in pool.state.stats().segments}["a.dram"] == "drained"
+    assert {each.name: (each.status, each.num_objects) for each in pool.state.stats().segments} == {
+        "a.dram": ("drained", 0),
+        "b.dram": ("ok", 1),
+    }
     assert pool.places(b"object") == ["b.dram"]
 
 

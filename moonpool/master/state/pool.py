@@ -377,12 +377,12 @@ class PoolState:
             "orders_in_progress": len(self.orders),
             "objects_away": self.index.table.num_dormant,
         }
-        unfinished = Counter(number for (number, _), _ in self.puts.spans())
+        no_objects = Counter(number for (number, _), _ in self._spans_of_no_object())
         return m.StoreStats(
             num_objects=len(self.index),
             capacity_nbytes=self.table_of_segments.capacity_nbytes,
             used_nbytes=self.table_of_segments.used_nbytes,
-            segments=tuple(each.stats(unfinished[each.number]) for each in self.table_of_segments.all()),
+            segments=tuple(each.stats(no_objects[each.number]) for each in self.table_of_segments.all()),
             counters=counters,
             high_watermark=self.rules.high_watermark,
             ssd_high_watermark=self.rules.ssd_high_watermark,
@@ -401,6 +401,10 @@ class PoolState:
     def spans(self) -> Iterator[tuple[Place, int]]:
         """Yield all space in DRAM that is in use."""
         yield from object_spans(self.index.table)
+        yield from self._spans_of_no_object()
+
+    def _spans_of_no_object(self) -> Iterator[tuple[Place, int]]:
+        """Yield the space of unfinished and ended puts, of copies under way, and of what is gone but for its views."""
         yield from self.puts.spans()
         yield from self.space.spans()
         yield from self.index.pins.spans()

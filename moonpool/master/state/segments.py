@@ -121,14 +121,14 @@ class MountedSegment:
     def info(self) -> SegmentInfo:
         return SegmentInfo(self.descriptor, self.node, self.tier, self.registry_address)
 
-    def stats(self, num_unfinished: int = 0) -> SegmentStats:
-        """Return what is in use, and the objects: without those whose puts are not finished."""
+    def stats(self, num_others: int = 0) -> SegmentStats:
+        """Return what is in use, and the objects: `num_others` of the spans in use belong to none."""
         return SegmentStats(
             name=self.name,
             node=self.node,
             capacity_nbytes=self.capacity_nbytes,
             used_nbytes=self.used_nbytes,
-            num_objects=self.num_replicas - num_unfinished,
+            num_objects=self.num_replicas - num_others,
             tier=self.tier,
             status=self.status,
         )
