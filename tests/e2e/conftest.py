@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from e2e_service import Service, running
+from forked_cli import Command, forked_cli
 from otlp_receiver import Collector, running_collector
 from random_model import small_model
 
@@ -26,6 +27,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     still_needed = getattr(nextitem, "fixturenames", ())
     for name in _running.keys() - set(still_needed):
         _running.pop(name).stop()
+
+
+@pytest.fixture(scope="module")
+def moonpool() -> Iterator[Command]:
+    """Runs commands that ask a running service for a change."""
+    with forked_cli("role", "scale", "drain") as command:
+        yield command
 
 
 @pytest.fixture(scope="session")

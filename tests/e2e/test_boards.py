@@ -70,7 +70,7 @@ def front_end(service: Service, folder: Path, model: Path) -> Iterator[str]:
     """One more front end of the service, at a port of its own, as on another machine; yields its URL."""
     ready, told = os.pipe()
     options = {
-        "conductor-address": service.address("conductor"),
+        "conductor-address": ",".join(service.address(name) for name in ("conductor", "conductor-1")),
         "master-address": service.address("master"),
         "state-dir": str(folder),
         "model": str(model),
@@ -222,7 +222,7 @@ def test_sums_over_all_front_ends_count_every_request_once(watched: Watched) -> 
 def test_roles_that_front_ends_share_are_read_once(watched: Watched) -> None:
     expected = {
         "count(moonpool_pool_objects)": 1,
-        "count(moonpool_conductor_waiting)": 1,
+        "count(moonpool_conductor_waiting)": 2,
         "count(vllm:kv_cache_usage_perc)": 4,
         "count(moonpool_node_sessions)": 2,
         "count(up == 1)": 2,

@@ -4,8 +4,6 @@ lost or different."""
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -14,6 +12,7 @@ import httpx
 import psutil
 import pytest
 from e2e_service import Service
+from forked_cli import Command
 from random_model import token_prompt
 from waiting import HANG_S, wait_until
 
@@ -21,17 +20,14 @@ from moonpool.base.cluster import WorkerRole
 from moonpool.store.messages import Tier
 
 
-def moonpool(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moonpool", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=2 * HANG_S, check=False)
+@pytest.fixture(scope="module")
+def scale(moonpool: Command, two_of_all: Service) -> Command:
+    return lambda *counts: moonpool("scale", *counts, "--run-dir", two_of_all.run_dir)
 
 
-def scale(service: Service, *counts: str) -> subprocess.CompletedProcess[str]:
-    return moonpool("scale", *counts, "--run-dir", str(service.run_dir))
-
-
-def drain(service: Service, *words: str) -> subprocess.CompletedProcess[str]:
-    return moonpool("drain", *words, "--master", service.address("master"))
+@pytest.fixture(scope="module")
+def drain(moonpool: Command, two_of_all: Service) -> Command:
+    return lambda *words: moonpool("drain", *words, "--master", two_of_all.address("master"))
 
 
 def roles(service: Service) -> dict[str, WorkerRole]:
@@ -61,7 +57,7 @@ def metric(service: Service, name: str) -> float:
 
 
 @pytest.mark.parametrize("longest_pause_s", [HANG_S, pytest.param(10.0, marks=pytest.mark.soak)])
-def test_a_worker_is_drained_while_it_answers(two_of_all: Service, longest_pause_s: float) -> None:
+def test_a_worker_is_drained_while_it_answers(two_of_all: Service, drain: Command, longest_pause_s: float) -> None:
     """Two decode workers answer; one of them is told to leave. Its answers go on at the other one: no answer begins
     again, and no more than a block of each is computed again. On a quiet machine (soak) none pauses for 10 s."""
     body = {"model": "small", "prompt": token_prompt(40, 3), "max_tokens": 600, "temperature": 0, "ignore_eos": True}
@@ -84,7 +80,7 @@ def test_a_worker_is_drained_while_it_answers(two_of_all: Service, longest_pause
     for thread in threads:
         thread.start()
     begun.wait(HANG_S)
-    done = drain(two_of_all, "decode-1")
+    done = drain("decode-1")
     for thread in threads:
         thread.join(HANG_S)
     assert (done.returncode, done.stdout) == (0, "decode-1 is drained and has ended\n"), done.stderr
@@ -101,21 +97,21 @@ def test_a_worker_is_drained_while_it_answers(two_of_all: Service, longest_pause
     assert health(two_of_all) == {"status": "ok", "missing": []}, "nobody misses a worker that was drained"
 
 
-def test_what_is_refused(two_of_all: Service) -> None:
-    unknown = drain(two_of_all, "decode0")
+def test_what_is_refused(two_of_all: Service, drain: Command) -> None:
+    unknown = drain("decode0")
     assert unknown.returncode == 1
     assert "no worker and no node is called 'decode0'" in unknown.stderr
     assert "did you mean 'decode-0'?" in unknown.stderr
-    last = drain(two_of_all, "decode-0")
+    last = drain("decode-0")
     assert last.returncode == 1
     assert "decode-0 is the only decode worker" in last.stderr
     assert roles(two_of_all)["decode-0"] is WorkerRole.DECODE
 
 
-def test_the_service_grows(two_of_all: Service) -> None:
+def test_the_service_grows(two_of_all: Service, scale: Command) -> None:
     prompt = token_prompt(300, 1)
     expected = two_of_all.generate(prompt).tokens
-    done = scale(two_of_all, "prefill=3", "decode=2")
+    done = scale("prefill=3", "decode=2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["starting prefill-2, decode-1", "done"]
     assert roles(two_of_all).keys() == {"prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1"}
@@ -124,21 +120,21 @@ def test_the_service_grows(two_of_all: Service) -> None:
     assert answers[0].tokens == expected
     assert [answer.num_attempts for answer in answers] == [1] * len(answers)
     wait_until(lambda: two_of_all.stats("prefill-2").handoff_nbytes > 0, "the new worker computes prompts")
-    again = scale(two_of_all, "prefill=3", "decode=2")
+    again = scale("prefill=3", "decode=2")
     assert again.stdout == "nothing changes: the service has that many workers\n"
-    none = scale(two_of_all, "decode=0")
+    none = scale("decode=0")
     assert none.returncode == 1
     assert "no decode worker would be left" in none.stderr
 
 
-def test_the_service_shrinks_and_what_left_does_not_come_back(two_of_all: Service) -> None:
+def test_the_service_shrinks_and_what_left_does_not_come_back(two_of_all: Service, scale: Command) -> None:
     """decode-1 is killed while it drains; its answers go on elsewhere, and the launcher does not start it again."""
     body = {"model": "small", "prompt": token_prompt(40, 4), "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     expected = "".join(event["choices"][0]["text"] for event in two_of_all.stream("/v1/completions", body))
     streams = [two_of_all.stream("/v1/completions", body) for _ in range(4)]
     firsts = [next(stream)["choices"][0]["text"] for stream in streams]
     victim = two_of_all.role("decode-1")
-    done = scale(two_of_all, "prefill=2", "decode=1", "--no-wait")
+    done = scale("prefill=2", "decode=1", "--no-wait")
     assert done.stdout == "draining prefill-2, decode-1\n", done.stderr
     victim.kill()
     for first, stream in zip(firsts, streams, strict=True):
@@ -149,7 +145,7 @@ def test_the_service_shrinks_and_what_left_does_not_come_back(two_of_all: Servic
     wait_until(lambda: health(two_of_all) == {"status": "ok", "missing": []}, "nobody misses them")
 
 
-def test_a_node_is_drained_and_stopped_without_loss(two_of_all: Service) -> None:
+def test_a_node_is_drained_and_stopped_without_loss(two_of_all: Service, drain: Command) -> None:
     values = {f"kept-{number}": bytes([number]) * 50_000 for number in range(40)}
     with two_of_all.store() as store:
         for key, value in values.items():
@@ -159,14 +155,14 @@ def test_a_node_is_drained_and_stopped_without_loss(two_of_all: Service) -> None
             segments = [each for each in store.stats().segments if each.node == node and each.tier is Tier.DRAM]
             return sum(each.num_objects for each in segments)
 
-        assert on("node-1") > 0
-        done = drain(two_of_all, "node-1")
+        assert on("node-1") > 0, store.stats()
+        done = drain("node-1")
         assert done.returncode == 0, done.stderr
         moved, on_disk = done.stdout.splitlines()
         assert re.fullmatch(r"node-1 is drained: \S+ \S+ moved to node; it can be stopped", moved)
         assert re.fullmatch(r"\d+ objects are on its SSD; those .* can be read again when node-1 is back", on_disk)
         assert on("node-1") == 0
-        last = drain(two_of_all, "node")
+        last = drain("node")
         assert last.returncode == 1
         assert "node is the only node that takes objects" in last.stderr
         before = pid_of(two_of_all, "node-1")
