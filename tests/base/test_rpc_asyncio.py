@@ -184,7 +184,7 @@ async def test_server_gone_fails_everything_at_once(listen_at: str) -> None:
 
 @pytest.fixture
 async def complaints() -> list[str]:
-    """What the event loop says about errors that nobody took, those included that it finds with the garbage."""
+    """What the event loop logs about errors that were never read."""
     said: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
     return said

@@ -161,7 +161,7 @@ def test_a_worker_killed_while_it_leaves_is_not_missed() -> None:
     state.roles.leaver_gone(leaver)
     assert (state.roles.leaving, state.roles.left) == ({}, {"p1"})
     state.roles.worker_lost(info("p0", incarnation=1))
-    assert state.roles.left == {"p1"}, "nobody told p0 to leave"
+    assert state.roles.left == {"p1"}, "p0 was not told to leave"
 
 
 def test_a_worker_killed_before_it_leaves_is_not_missed() -> None:

@@ -43,8 +43,8 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(two_of_all: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """After requests at all front ends, all of them read by Prometheus: each prompt twice. The service has served
-    nobody before: these tests are the first."""
+    """After requests at all front ends, all of them read by Prometheus: each prompt twice. These tests are the
+    first of the service, so its counters begin at 0."""
     program = find_program("prometheus", needed_by="the tests of boards and alert rules")
     folder = tmp_path_factory.mktemp("boards")
     model = small_model(folder / MODEL)

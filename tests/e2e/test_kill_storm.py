@@ -1,6 +1,6 @@
 """kill -9 of the roles of a service that has two of everything but the master, while clients stream: every stream ends
-with exactly the undisturbed tokens, unless its own front end was killed. test_kills.py has the long runs with one of
-each."""
+with exactly the undisturbed tokens, unless its own front end was killed, and nothing is left behind.
+test_kills.py has the long runs with one of each."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ def test_any_role_is_killed_while_clients_stream(tmp_path: Path) -> None:
         victims = ["conductor", "decode-1", "node-1", "frontend", "prefill-0", "master"]
         check(service, storm(service, victims, None, expected, make_body, num_clients=3))
         assert answers(service, 1, make_body) == expected[:1]
+        run_dir = service.run_dir
+    assert not run_dir.exists()
 
 
 def seconds_until(storm_so_far: Storm, rate: float) -> float:

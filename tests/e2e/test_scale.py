@@ -142,7 +142,7 @@ def test_the_service_shrinks_and_what_left_does_not_come_back(two_of_all: Servic
     wait_until(lambda: roles(two_of_all).keys() == {"prefill-0", "prefill-1", "decode-0"}, "both have left")
     wait_until(lambda: not is_running(two_of_all, "prefill-2"), "it has ended")
     assert not is_running(two_of_all, "decode-1")
-    wait_until(lambda: health(two_of_all) == {"status": "ok", "missing": []}, "nobody misses them")
+    wait_until(lambda: health(two_of_all) == {"status": "ok", "missing": []}, "no role is missing")
 
 
 def test_a_node_is_drained_and_stopped_without_loss(two_of_all: Service, drain: Command) -> None:

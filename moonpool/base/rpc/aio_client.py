@@ -144,7 +144,7 @@ class AsyncClient(asyncio.Protocol):
         except asyncio.CancelledError:
             self._cancel(call_id)
             if not future.cancelled():
-                future.exception()  # the connection has just ended too; asyncio need not complain that nobody asked why
+                future.exception()  # of a connection that has ended too: asyncio logs what is never read
             raise
         finally:
             timer.cancel()

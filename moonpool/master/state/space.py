@@ -223,8 +223,8 @@ class PoolSpace:
                 yield place, nbytes
 
     def num_of_ended_puts(self, segment: int) -> int:
-        """Return how many spans of that segment only wait until nobody can still write them: their puts have ended
-        without an object."""
+        """Return how many spans of that segment belong to puts that ended without an object. They are freed when their
+        writers have stopped."""
         return sum(number == segment for places, _, _ in self.of_puts.values() for number, _ in places)
 
     def is_ahead(self, generation: int) -> bool:
