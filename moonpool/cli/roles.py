@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moonpool.base.config_file import ROLES
 from moonpool.base.errors import ConfigError
-from moonpool.base.process import ProcessConfig, Service, run_role
+from moonpool.base.process import ProcessConfig, run_role
 from moonpool.base.settings import from_table, settings_of
 from moonpool.base.units import format_nbytes
 from moonpool.cli.options import Settled, layered_command
+
+if TYPE_CHECKING:
+    from moonpool.worker.service import Worker
 
 EXAMPLES = {
     "serve": (
@@ -137,17 +140,19 @@ def conductor() -> Callable[..., None]:
 def worker() -> Callable[..., None]:
     from moonpool.worker.config import WorkerConfig
 
-    def make(config: WorkerConfig) -> Service:
-        # Several workers share the cores: threads that spin while they wait would take cores from those that compute.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from moonpool.worker.service import Worker  # here, because it imports torch, which --help does not need
-
-        return Worker(config)
-
     def run(config: WorkerConfig, process: ProcessConfig) -> None:
-        run_role(config.name, lambda: make(config), process, what=f"{config.role} worker {config.name}")
+        run_role(config.name, lambda: worker_class()(config), process, what=f"{config.role} worker {config.name}")
 
     return _role("worker", run)
+
+
+def worker_class() -> type[Worker]:
+    """Import torch, which `moonpool worker --help` does not need."""
+    # Several workers share the cores: threads that spin while they wait would take cores from those that compute.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from moonpool.worker.service import Worker
+
+    return Worker
 
 
 def frontend() -> Callable[..., None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from moonpool.base.errors import ModelError
 _MAGIC = b"GGUF"
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
+_U64 = struct.Struct("<Q")
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
@@ -123,6 +123,18 @@ class _Cursor:
         self.at += size
         return self._span(size).decode("utf-8", errors="replace")
 
+    def texts(self, count: int) -> list[str]:
+        """Do text() `count` times, in a fifth of the time: vocabularies have a hundred thousand."""
+        data, at, size_at, found = self.data, self.at, _U64.unpack_from, []
+        for _ in range(count):
+            begin = at + 8
+            (size,) = size_at(data, at)
+            at = begin + size
+            found.append(data[begin:at])
+        self.at = at
+        self._span(0)
+        return [each.decode("utf-8", errors="replace") for each in found]
+
     def numbers(self, dtype: str, count: int) -> list[Any]:
         size = np.dtype(dtype).itemsize * count
         self.at += size
@@ -159,9 +171,10 @@ def _read_value(cursor: _Cursor, kind: int) -> Any:
 
 
 def _read_array(cursor: _Cursor, kind: int, count: int) -> list[Any]:
-    if kind in (_STRING, _ARRAY):
-        read: Callable[[], Any] = cursor.text if kind == _STRING else lambda: _read_value(cursor, _ARRAY)
-        return [read() for _ in range(count)]
+    if kind == _STRING:
+        return cursor.texts(count)
+    if kind == _ARRAY:
+        return [_read_value(cursor, _ARRAY) for _ in range(count)]
     return cursor.numbers(_scalar_dtype(kind), count)
 
 

@@ -11,9 +11,10 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moonpool.base.clock import AttendedClock, Clock
 from moonpool.base.process import Lifeline
@@ -37,6 +38,7 @@ from moonpool.launch.supervisor import (
     Terminate,
     Tick,
 )
+from moonpool.launch.template import Template
 
 _LOG = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -109,7 +111,8 @@ class Launcher:
         self._progress = StartProgress(self._clock)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._children: dict[str, Child] = {}
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._worker_template, self._template = Template(), Template()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._changes: dict[str, bool] = {}  # added (True) and retired roles of which the supervisor hears next
 
     @property
@@ -164,10 +167,14 @@ class Launcher:
         for signum in signals:
             loop.add_signal_handler(signum, self._events.put_nowait, StopRequested())
         alive = asyncio.create_task(self._progress.keep_alive())
+        if self.roles("worker"):  # they start when others are ready; importing what they need takes longer than that
+            self._spawn(self._worker_template.load("worker"))
         try:
             return await self._run_until_finished()
         finally:
             alive.cancel()
+            self._worker_template.close()
+            self._template.close()
             for signum in signals:
                 loop.remove_signal_handler(signum)
 
@@ -181,9 +188,9 @@ class Launcher:
                 self._changes.pop(event.name, None)
             for action in self._supervisor.handle(event, self._clock.now_s()):
                 if isinstance(action, Finish):
-                    await asyncio.gather(*self._watchers)
+                    await asyncio.gather(*self._tasks)
                     return action.failure
-                await self._do(action)
+                self._do(action)
             if self._supervisor.stopping and not was_stopping:
                 say("stopping")
             event = await self._next_event()
@@ -197,10 +204,10 @@ class Launcher:
         except TimeoutError:
             return Tick()
 
-    async def _do(self, action: Action) -> None:
+    def _do(self, action: Action) -> None:
         match action:
             case Start(name):
-                await self._start(self._roles[name])
+                self._start(self._roles[name])
             case Terminate(name):
                 _LOG.debug("%s: SIGTERM", name)
                 self._children[name].terminate()
@@ -212,21 +219,20 @@ class Launcher:
             case Complete():
                 self._on_complete(self._progress.elapsed_s)
 
-    async def _start(self, role: Role) -> None:
-        log_path = self._log_dir / f"{role.name}.log" if self._log_dir else None
+    def _start(self, role: Role) -> None:
         self._progress.starting(role.name)
-        try:
-            child = await Child.start(role.command, role.options, self._lifeline, log_path)
-        except OSError as error:
-            self._events.put_nowait(Exited(role.name, f"it could not be started: {error}"))
-            return
-        self._children[role.name] = child
-        watcher = asyncio.create_task(self._watch(role.name, child))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        child = self._children[role.name] = Child()
+        self._spawn(self._watch(role, child))
 
-    async def _watch(self, name: str, child: Child) -> None:
-        """Queue the events of one child: Ready, if it becomes ready, and Exited."""
+    async def _watch(self, role: Role, child: Child) -> None:
+        """Start one child and queue its events: Ready, if it becomes ready, and Exited."""
+        name, log_path = role.name, self._log_dir / f"{role.name}.log" if self._log_dir else None
+        try:
+            await child.start(self._template_of(role), role.command, role.options, self._lifeline, log_path)
+        except OSError as error:
+            self._progress.ended(name)
+            self._events.put_nowait(Exited(name, f"it could not be started: {error}"))
+            return
         report = await child.report()
         if report is not None and report.ready is not None:
             self._progress.ready(name)
@@ -237,3 +243,11 @@ class Launcher:
         if child.has_left:
             say(f"{name} was drained and has ended")
         self._events.put_nowait(Exited(name, status, report.error if report is not None else None, child.has_left))
+
+    def _template_of(self, role: Role) -> Template:
+        return self._worker_template if role.command == "worker" else self._template
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

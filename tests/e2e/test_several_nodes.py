@@ -86,6 +86,8 @@ def test_all_are_named_and_counted(two_of_all: Service, expected: Sequence[str],
     }
     (found,) = check_services([two_of_all.run_dir])
     assert (found.status, found.says) == ("ok", f"{two_of_all.url}: pool of node, node-1")
+    templates = [process for process in two_of_all.family() if "moonpool.cli.template" in process.cmdline()]
+    assert [process.num_threads() for process in templates] == [1, 1], "one has imported torch; both can fork"
     words = two_of_all.role("node-1").cmdline()
     assert words[words.index("--ssd") + 1].endswith("/ssd/node-1")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -207,7 +208,7 @@ async def test_a_master_that_hangs_costs_no_request_its_timeout(
             worker.pool_health._clock = clock
         await warm_pool_only(cluster, oracle)
         await cluster.stop_pool()
-        async with mute_server(cluster.prefill0.config.master_address.removeprefix("unix:")):
+        with mute_server(cluster.prefill0.config.master_address.removeprefix("unix:")):
             for turn in range(3):
                 prompts = [prompt_of(60, 3 * turn + n) for n in range(3)]
                 answers = await asyncio.gather(*(cluster.generate(prompt, PARAMS) for prompt in prompts))
@@ -239,17 +240,13 @@ class Waits:
         patch.setattr(PoolHealth, "record_error", count_then_record)
 
 
-@contextlib.asynccontextmanager
-async def mute_server(path: str) -> AsyncIterator[None]:
-    """Accepts connections there and never says a word, as a stopped process does."""
-    writers: list[asyncio.StreamWriter] = []
-    server = await asyncio.start_unix_server(lambda _, writer: writers.append(writer), path)
-    try:
+@contextlib.contextmanager
+def mute_server(path: str) -> Iterator[None]:
+    """The kernel accepts connections there and nobody ever reads them, as when the process is stopped."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen(1024)
         yield
-    finally:
-        server.close()
-        for writer in writers:
-            writer.close()
 
 
 def stop_reads(patch: pytest.MonkeyPatch, gate: Gate, key: bytes) -> None:

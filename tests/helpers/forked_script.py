@@ -7,7 +7,6 @@ Python is saved.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import runpy
@@ -20,7 +19,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
+from moonpool.base.forking import adopting, fork_to_adopt
+
 _MAX_REQUEST_NBYTES = 128 * 1024
 
 
@@ -79,7 +79,7 @@ class ForkServer:
         child_in, to_child = os.pipe()
         from_child, child_out = os.pipe()
         asked = {"arguments": arguments, "environment": {**os.environ, **(environment or {})}, "folder": os.getcwd()}
-        with _adopting():
+        with adopting():
             socket.send_fds(self._socket, [json.dumps(asked).encode()], [child_in, child_out, stderr])
             os.close(child_in)
             os.close(child_out)
@@ -100,17 +100,6 @@ def fork_server(script: Path, *loads: str) -> Iterator[ForkServer]:
         server.close()
 
 
-@contextmanager
-def _adopting() -> Iterator[None]:
-    """Meanwhile a process below this one whose parent ends becomes a child of this one."""
-    libc = ctypes.CDLL(None)
-    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
 # the server's side
 
 
@@ -121,21 +110,13 @@ def serve(sock: socket.socket, script: str, loads: list[str]) -> None:
         request, fds, _, _ = socket.recv_fds(sock, _MAX_REQUEST_NBYTES, 3)
         if not request:
             return
-        told, tell = os.pipe()
-        between = os.fork()  # ends at once, so that its child becomes the test's
-        if between == 0:
-            pid = os.fork()
-            if pid:
-                os.write(tell, b"%d" % pid)
-                os._exit(0)
+        pid = fork_to_adopt()
+        if pid is None:
             break
-        os.waitpid(between, 0)
-        sock.send(os.read(told, 64))
-        for fd in (*fds, told, tell):
+        sock.send(b"%d" % pid)
+        for fd in fds:
             os.close(fd)
     sock.close()
-    os.close(told)
-    os.close(tell)
     asked = json.loads(request)
     for place, fd in enumerate(fds):
         os.dup2(fd, place)

@@ -68,8 +68,20 @@ def wait_complete(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "complete\n"
     children: list[psutil.Process] = psutil.Process(launcher.pid).children()
-    assert len(children) == 2
+    assert len(children) == 3
+    assert set(roles_of(children)) == {"first", "second"}
     return children
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    return [word for word in process.cmdline() if word]
+
+
+def roles_of(children: list[psutil.Process]) -> dict[str, psutil.Process]:
+    """Return the processes that are roles, by name; the third one is what they were forked from."""
+    command = [sys.executable, "-m", "moonpool", "conductor"]
+    commands = [(words_of(child), child) for child in children]
+    return {words[words.index("--name") + 1]: child for words, child in commands if words[:4] == command}
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -118,13 +130,46 @@ def test_a_killed_child_comes_back_at_the_same_address(folder: Path) -> None:
         children = wait_complete(launcher)
         before = incarnation(address)
         assert before is not None
-        victim = next(child for child in children if "second" in child.cmdline())
+        victim = roles_of(children)["second"]
         victim.kill()
         wait_until(lambda: is_gone(victim), "the killed child has ended")
         wait_until(lambda: (incarnation(address) or before) > before, "it is back at its address")
         launcher.terminate()
         _, err = launcher.communicate(timeout=HANG_S)
         assert "second ended (killed by SIGKILL); starting it again in 0.2 s" in err
+
+
+def test_a_role_comes_back_although_what_it_was_forked_from_is_dead(folder: Path) -> None:
+    address = f"unix:{folder}/second.sock"
+    with launched(folder, address) as launcher:
+        children = wait_complete(launcher)
+        before, roles = incarnation(address), roles_of(children)
+        assert before is not None
+        [template] = [child for child in children if child not in roles.values()]
+        assert template.num_threads() == 1, "a fork of several threads has one of them, and the locks of the others"
+        template.kill()
+        wait_until(lambda: is_gone(template), "the template has ended")
+        assert incarnation(address) == before, "the roles go on"
+        roles["second"].kill()
+        wait_until(lambda: (incarnation(address) or before) > before, "it is back at its address")
+        launcher.terminate()
+        _, err = launcher.communicate(timeout=HANG_S)
+        assert launcher.returncode == 0, err
+
+
+def test_a_stop_while_a_role_is_being_started_leaves_nothing(folder: Path) -> None:
+    with launched(folder, f"unix:{folder}/second.sock") as launcher:
+        wait_until(lambda: psutil.Process(launcher.pid).children(), "there is a template, which imports the role")
+        [template] = psutil.Process(launcher.pid).children()
+        template.suspend()
+        launcher.terminate()
+        assert launcher.stderr is not None
+        assert launcher.stderr.readline() == "moonpool: stopping\n"
+        template.resume()
+        _, err = launcher.communicate(timeout=HANG_S)
+        assert launcher.returncode == 0, err
+        assert is_gone(template)
+        assert not (folder / "first.sock").exists()
 
 
 def test_a_child_that_cannot_start_ends_the_launch_with_its_reason(folder: Path) -> None:
