@@ -18,7 +18,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import RpcServer
 from moonpool.master.board import SegmentBoard
 from moonpool.master.calls import LivePool, handlers
-from moonpool.master.journal import Journal, JournalConfig, SnapshotWriter, forget
+from moonpool.master.journal import Journal, JournalConfig, SnapshotWriter, epoch_now, forget
 from moonpool.master.rules import PoolRules
 from moonpool.master.state import EPOCH_BITS, PoolState
 from moonpool.master.state.recovery import restore
@@ -97,12 +97,15 @@ class Master:
 
     def _restore(self, journal: Journal, replay: Iterator[bytes]) -> LivePool:
         config, epoch = self.config, journal.epoch
-        state = PoolState(config, epoch, journalled=config.journal)
+        state = PoolState(config, epoch, journalled=config.journal, epoch_now=epoch_now)
         if config.journal:
             state.outcomes.unsynced.num_synced = lambda: journal.num_synced
             state.outcomes.unsynced.sync_soon = journal.sync_soon
         feed = ChangeFeed(config.max_pending_event_keys, config.max_replay_event_keys, epoch << EPOCH_BITS)
         count = restore(state, replay if config.journal else iter(()), self.clock.now_s())
+        refused = state.generations.counters["generations_refused"]
+        if refused:
+            _LOG.warning("%d entries of the journal are left out: no master can have issued their generations", refused)
         if count:
             _LOG.info("epoch %d begins with %d objects from the journal", epoch, len(state.index))
         return LivePool(state, journal, feed, self.board, self.clock, config.event_delay_s)
@@ -132,6 +135,7 @@ class Master:
             more = pool.state.tick(self.clock.now_s())
             with contextlib.suppress(MoonpoolError):  # the journal has logged it, and a snapshot is due
                 pool.after_event()
+                pool.journal.rise_to(pool.state.generations.epoch)
                 if pool.journal.has_unwritten:
                     pool.journal.retry_unwritten()
             if snapshot is None and self.config.journal and pool.journal.should_snapshot:

@@ -243,6 +243,7 @@ def forget(directory: Path) -> Path | None:
 
 EPOCH_BITS = 32
 CLOCK_STARTS_S = 1_577_836_800  # 2020-01-01 UTC, as Unix time
+MAX_EPOCH = 2 ** (EPOCH_BITS - 1) - 2  # all generations, of the next range too, are below 2**63
 _MAX_WAIT_S = 5
 _FILE = "epoch"
 
@@ -273,7 +274,7 @@ def next_epoch(folder: JournalFolder, *, has_journals: bool, clock: WallClock | 
         if last is None and has_journals:
             raise ValueError("it is missing, though there is a journal; write a number above every earlier epoch to it")
         number = max((last or 0) + 1, _seconds(clock))
-        if number >= 2**EPOCH_BITS:
+        if number > MAX_EPOCH:
             raise ValueError(f"{last} is the last that there can be")
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -304,6 +305,11 @@ def read_epoch(folder: JournalFolder) -> int | None:
     if not (text.strip().isdecimal() and text.isascii()):
         raise ValueError(f"{text[:40]!r} is not an epoch")
     return int(text)
+
+
+def epoch_now() -> int:
+    """Return the epoch of a new pool's master that started now, 0 if the clock cannot be right."""
+    return _seconds(WallClock())
 
 
 def _seconds(clock: WallClock) -> int:

@@ -85,6 +85,7 @@ class Journal:
     ) -> None:
         """Use `open` instead."""
         self.epoch = epoch.number
+        self._last_epoch = epoch.number  # the next master has a higher one
         self._epoch_is_unwritten = epoch.write_error is not None
         self._epoch_tried_s = clock.now_s()
         self._folder, self._lock_file, self._config, self._clock = folder, lock, config, clock
@@ -173,14 +174,21 @@ class Journal:
         if self._unwritten:
             self._append(b"")
 
+    def rise_to(self, epoch: int) -> None:
+        """Give the next master a higher epoch than this one, which generations of other masters have required."""
+        if epoch > self._last_epoch:
+            _LOG.warning("generations are issued from epoch %d on: a node has later ones than this master", epoch)
+            self._last_epoch, self._epoch_is_unwritten, self._epoch_tried_s = epoch, True, 0.0
+            self._keep_epoch()
+
     def _keep_epoch(self) -> None:
         now_s = self._clock.now_s()
         if now_s - self._epoch_tried_s >= EPOCH_RETRY_S:
             self._epoch_tried_s = now_s
             with contextlib.suppress(OSError):
-                write_epoch(self._folder, self.epoch)
+                write_epoch(self._folder, self._last_epoch)
                 self._epoch_is_unwritten = False
-                _LOG.info("epoch %d is on disk now", self.epoch)
+                _LOG.info("epoch %d is on disk now", self._last_epoch)
 
     def _append(self, data: bytes) -> None:
         with self._lock:

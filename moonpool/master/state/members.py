@@ -15,7 +15,7 @@ from moonpool.master.state.orders import OrderBook
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.records import Listed, Mounted, Recounting, SegmentsAway, SegmentsEnded, SessionsEnded
 from moonpool.master.state.recount import lowered_stamps, reserve_unknown
-from moonpool.master.state.segments import MountedSegment, SegmentTable
+from moonpool.master.state.segments import MAX_CAPACITY_NBYTES, MountedSegment, SegmentTable
 from moonpool.master.state.space import Generations, PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.store.messages import (
@@ -79,6 +79,8 @@ class Members:
             return MountReply(self._epoch, heartbeat_s, known.floor, limit)
         if tier is Tier.SSD and capacity_nbytes is None:
             raise InvalidInput("an SSD segment needs its capacity in bytes", param="capacity_nbytes")
+        if capacity_nbytes is not None and capacity_nbytes > MAX_CAPACITY_NBYTES:
+            raise InvalidInput(f"an SSD has at most {MAX_CAPACITY_NBYTES} bytes", param="capacity_nbytes")
         segments.check_mount(descriptor, tier, heartbeat_s, now_s)
         before = segments.get(descriptor.name)
         segments.ramp.advance(now_s)
@@ -230,9 +232,14 @@ class Members:
         """
         segment = self._ssd_segment(name, incarnation)
         adopts = self.adopts and name not in self.listed
-        wanted = [self._ssd.adopt(segment, item, adopts, now_s) for item in items]
-        if items:
-            self._raise_generations(max(item.generation for item in items))
+        possible = [self._generations.is_possible(item.generation) for item in items]
+        known = [item.generation for item, is_possible in zip(items, possible, strict=True) if is_possible]
+        if known:
+            self._raise_generations(max(known))
+        wanted = [
+            is_possible and self._ssd.adopt(segment, item, adopts, now_s)
+            for item, is_possible in zip(items, possible, strict=True)
+        ]
         if last:
             self._on_listed(segment, now_s, RemovalReason.LOG_DAMAGED if is_damaged else RemovalReason.NOT_RECOVERED)
         return wanted
@@ -241,7 +248,8 @@ class Members:
         """Issue only generations above `known`. Memory whose node would refuse these takes no new objects until the
         node has learned the new limit.
         """
-        before, self._generations.last = self._generations.limit, max(self._generations.last, known)
+        before = self._generations.limit
+        self._generations.rise_above(known)
         if not self._generations.are_admitted_up_to(before):
             for each in self._segments.of_tier(Tier.DRAM):
                 each.is_behind, each.acknowledged = True, False

@@ -14,7 +14,7 @@ positional: a bad item does not fail the others. What it promises:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import InvalidInput, NotSettled
@@ -45,17 +45,24 @@ from moonpool.store import messages as m
 
 
 class PoolState:
-    """See the module. `epoch` must be higher than that of every earlier master on this journal."""
+    """See the module. `epoch` must be higher than that of every earlier master on this journal; `epoch_now` as in
+    Generations."""
 
     def __init__(
-        self, rules: PoolRules, epoch: int, policy: EvictionPolicy | None = None, *, journalled: bool = False
+        self,
+        rules: PoolRules,
+        epoch: int,
+        policy: EvictionPolicy | None = None,
+        *,
+        journalled: bool = False,
+        epoch_now: Callable[[], int] = lambda: 0,
     ) -> None:
         self.rules = rules
         self.epoch = epoch
         order = make_policy(rules.eviction) if policy is None else policy
         first_id = (epoch << EPOCH_BITS) + 1
         self.outcomes = Outcomes(enabled=journalled)
-        self.generations = Generations(epoch)
+        self.generations = Generations(epoch, epoch_now)
         self.table_of_segments = SegmentTable()
         self.space = PoolSpace(self.table_of_segments, self.generations, self.outcomes)
         self.index = ObjectIndex(rules, self.table_of_segments, self.space, order, self.outcomes)
@@ -372,6 +379,7 @@ class PoolState:
             **self.ssd.counters,
             **self._hot.counters,
             **self.orders.counters,
+            **self.generations.counters,
             "puts_in_progress": len(self.puts.pending),
             "ahead_bytes": self.puts.ahead_nbytes,
             "orders_in_progress": len(self.orders),

@@ -94,7 +94,7 @@ class _Recovery:
     def _began(self, record: r.Began) -> None:
         segments = self._state.table_of_segments
         segments.last_number = max(segments.last_number, record.last_segment_number)
-        self._last_generation = max(self._last_generation, record.last_generation)
+        self._is_possible(record.last_generation)
         self._state.members.adopts = record.adopts
         self._state.members.listed.update(record.listed)
 
@@ -104,7 +104,7 @@ class _Recovery:
             record.node, record.descriptor, record.tier, record.registry_address, record.capacity_nbytes, record.number
         )
         made.allocator, made.heard_s, made.draining = None, self._now_s, record.draining
-        made.floor = record.floor
+        made.floor = record.floor if self._is_possible(record.floor) else 0
 
     def _ended(self, record: r.SegmentsEnded) -> None:
         segments = self._state.table_of_segments
@@ -129,7 +129,7 @@ class _Recovery:
     def _recounting(self, record: r.Recounting) -> None:
         for number, above in zip(record.numbers, record.above, strict=True):
             segment = self._state.table_of_segments.by_number.get(number)
-            if segment is not None:
+            if segment is not None and (above is None or self._is_possible(above)):
                 segment.recount_above = above
 
     # puts
@@ -138,6 +138,8 @@ class _Recovery:
         terms = PutTerms(record.session, record.flags, record.identity, record.soft_pin_s, record.replace)
         parents = None if record.parents is None else r.lengthened(record.parents, record.keys)
         for at, key in enumerate(record.keys):
+            if not self._is_possible(record.generations[at]):
+                continue
             put = PendingPut(key, record.sizes[at], record.generations[at], record.places[at], terms, self._now_s)
             if record.groups is not None:
                 put.group = record.groups[at]
@@ -146,7 +148,6 @@ class _Recovery:
             self._state.puts.pending.pop(key, None)
             self._state.puts.pending[key] = put
             self._state.puts.ahead_nbytes += put.nbytes if terms.flags & AHEAD else 0
-            self._last_generation = max(self._last_generation, put.generation)
         self._session_stopped(record.session, record.let_go)
 
     def _named(self, record: r.Named) -> None:
@@ -189,6 +190,8 @@ class _Recovery:
             self._state.space.on_session_stopped(session, up_to, self._now_s + self._state.rules.put_release_s)
 
     def _held_put(self, record: r.HeldPut) -> None:
+        if not self._is_possible(record.generation):
+            return
         if record.session:
             self._state.space.hold_put(record.generation, record.places, record.nbytes, record.session, record.ahead)
         else:
@@ -213,13 +216,21 @@ class _Recovery:
             if slot is not None and table.version[slot] != record.versions[at]:
                 index.drop(slot, RemovalReason.REPLACED, self._now_s)
                 slot = None
+            possible = [self._is_possible(each.generation) for each in (*dram, *((ssd,) if ssd is not None else ()))]
+            if not all(possible):
+                self._leave_out(key, slot)
+                continue
             if slot is None:
                 slot = self._insert(record, at)
             else:
                 index.set_dram(slot, dram)
             table.set_ssd(slot, ssd)
-            for replica in (*dram, *((ssd,) if ssd is not None else ())):
-                self._last_generation = max(self._last_generation, replica.generation)
+
+    def _leave_out(self, key: bytes, slot: int | None) -> None:
+        if slot is not None:
+            self._index.drop(slot, RemovalReason.NOT_RECOVERED, self._now_s)
+        else:
+            self._index.removals.record(key, RemovalReason.NOT_RECOVERED, self._now_s)
 
     def _insert(self, record: r.Placed, at: int) -> int:
         table = self._index.table
@@ -240,6 +251,14 @@ class _Recovery:
             table.soft_pins[slot] = self._now_s + record.soft_pins_s[at]
             table.flags[slot] |= Flag.SOFT_PIN
         return slot
+
+    def _is_possible(self, generation: int) -> bool:
+        """Return whether a master can have issued it; then issue only higher ones. What is said to have another one is
+        left out: a master that issued higher ones than that could issue none."""
+        if not self._state.generations.is_possible(generation):
+            return False
+        self._last_generation = max(self._last_generation, generation)
+        return True
 
     def _fated(self, record: r.Fated) -> None:
         for key, reason, age_s in zip(record.keys, record.fates, record.ages_s, strict=True):

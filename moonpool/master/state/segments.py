@@ -23,6 +23,7 @@ MAX_SEGMENT_NBYTES = {
     Tier.DRAM: 1 << 52,
     Tier.SSD: 1 << 63,
 }  # offsets in an SSD log only grow
+MAX_CAPACITY_NBYTES = 1 << 52  # of an SSD: sums over all of them can still be told
 
 Place = tuple[int, int]  # (number of the segment, offset)
 

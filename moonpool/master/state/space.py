@@ -8,7 +8,7 @@ report later that it has stopped, and because the journal records when that spac
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from moonpool.master.state.records import Freed, HeldPut, LetGo, Outcomes
 from moonpool.master.state.segments import Place, SegmentTable
@@ -18,15 +18,41 @@ EPOCH_BITS = 32
 _RANGE = (1 << EPOCH_BITS) - 1
 _HALF_RANGE = 1 << (EPOCH_BITS - 1)
 _QUARTER_RANGE = 1 << (EPOCH_BITS - 2)
+_EARLY = 86_400  # by so many seconds the clock of another master, of which an epoch is made, may be fast
 
 
 class Generations:
     """Issues a number for each allocation, higher than all before it, across restarts too: the upper half of the number
     is the master's epoch.
+
+    Nodes and the journal name generations of other masters: of one that used a later copy of the journal's folder, or
+    of another pool. `epoch_now` returns the epoch of a master that started now, 0 if no clock tells. What no master
+    can have issued by then is refused: issuing only higher numbers would leave none.
     """
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, epoch_now: Callable[[], int] = lambda: 0) -> None:
         self.last = epoch << EPOCH_BITS
+        self._first_epoch, self._epoch_now = epoch, epoch_now
+        self.counters = {"generations_refused": 0}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest generation. It is above the master's own once that range is used up, or once a node
+        has named a later one."""
+        return self.last >> EPOCH_BITS
+
+    def is_possible(self, generation: int) -> bool:
+        """Return whether a master can have issued it. Count it if not."""
+        latest = max(self._first_epoch, self._epoch_now()) + _EARLY  # however often nodes name later ones
+        possible = generation <= self.last or generation >> EPOCH_BITS <= latest
+        self.counters["generations_refused"] += not possible
+        return possible
+
+    def rise_above(self, known: int) -> None:
+        """Issue only generations of an epoch above that of `known`, which another master has issued and is_possible().
+        Do nothing if `known` is no later than the last one."""
+        if known > self.last:
+            self.last = ((known >> EPOCH_BITS) + 1) << EPOCH_BITS
 
     @property
     def limit(self) -> int:

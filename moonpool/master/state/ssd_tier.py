@@ -364,7 +364,7 @@ class SsdTier:
         index, table = self._index, self._index.table
         record = Replica(segment.number, item.offset, item.generation)
         slot = table.find(item.key)
-        if (item.key, item.generation) in self._dropping:
+        if (item.key, item.generation) in self._dropping or not _can_hold(segment, item):
             return False
         if slot is None:
             if not adopt_unknown or item.doubt is not Doubt.NONE or table.is_full:
@@ -419,3 +419,8 @@ class SsdTier:
     def _is_record_of(self, slot: int, segment: MountedSegment, generation: int) -> bool:
         table = self._index.table
         return bool(table.ssd_segment[slot] == segment.number and table.ssd_generation[slot] == generation)
+
+
+def _can_hold(segment: MountedSegment, item: HeldItem) -> bool:
+    """Return whether a record of that size can be there at all: what it uses is counted."""
+    return 0 < item.nbytes <= segment.capacity_nbytes and item.offset + item.nbytes <= segment.descriptor.nbytes

@@ -5,13 +5,18 @@ A storm is another choice: the master dies again and again, often before it has 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
+
+from moonpool.base.errors import MoonpoolError
+from moonpool.store.messages import Doubt, HeldItem, Inventory, Segments, Tier
 
 from .sim_scheduler import Process
 from .sim_world import Member, World
 
 Strike = Callable[[], None]
+STRANGE_EVERY = 10  # seeds, of which one has a process that names strange generations
 
 
 class Faults:
@@ -51,6 +56,9 @@ class Faults:
         """Troubles from now on, for so long."""
         if self.kinds:
             self._plan(sorted(self.kinds), 0.4, duration_s)
+        if self._world.seed % STRANGE_EVERY == STRANGE_EVERY // 2:
+            for _ in range(3):
+                self._world.scheduler.call_later(self._rng.random() * duration_s, None, self._name_strange_generations)
 
     def _plan(self, names: list[str], per_s: float, duration_s: float) -> None:
         at_s = 0.0
@@ -209,6 +217,25 @@ class Faults:
         world.note("flip", table.keys[slot], place)
         world.history.num_flips += 1
         world.flip(place, at, 1 << rng.randrange(8))
+
+    # strangers
+
+    def _name_strange_generations(self) -> None:
+        """A process says of an SSD that it holds what no master, or a later one, has written."""
+        world, member = self._world, Member("stranger", "c")
+        named = [world.state.generations.last + 2**32 * self._rng.randint(1, 9), 2**63 - 3 - self._rng.randint(0, 9)]
+        items = [HeldItem(b"strange", each, 4096, 0, Doubt.SALVAGED) for each in named]  # no master adopts it
+
+        def say() -> None:
+            with contextlib.suppress(MoonpoolError), world.make_client()[0] as client:
+                for each in client.master.call(Segments()):
+                    if each.tier is Tier.SSD:
+                        name, incarnation = each.descriptor.name, each.descriptor.incarnation
+                        client.master.call(Inventory(name, incarnation, items, False))
+
+        if not self.is_over and world.state is not None:
+            world.note("strange generations", *named)
+            world.scheduler.start_thread(world.spawn_client(member), say, member.name)
 
     # the end
 

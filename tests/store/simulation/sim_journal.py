@@ -58,6 +58,10 @@ class SimJournal:
             self._sync_planned = True
             self._scheduler.call_later(self._sync_s, self._process, self._sync)
 
+    def rise_to(self, epoch: int) -> None:
+        """As Journal.rise_to."""
+        self._disk.epoch = max(self._disk.epoch, epoch)
+
     def sync_soon(self) -> None:
         """Do nothing: the slower the disk, the more a power failure finds to lose."""
 

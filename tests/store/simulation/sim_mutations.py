@@ -23,7 +23,7 @@ from moonpool.master.state.pins import PinTable
 from moonpool.master.state.puts import Puts
 from moonpool.master.state.reads import ReadState
 from moonpool.master.state.records import Outcomes, Recounting
-from moonpool.master.state.space import PoolSpace
+from moonpool.master.state.space import Generations, PoolSpace
 from moonpool.master.state.ssd_tier import SsdTier
 from moonpool.master.state.unfinished_puts import AHEAD, PendingPut, UnfinishedPuts, Voiding
 from moonpool.master.state.unsynced import UnsyncedKeys
@@ -170,6 +170,10 @@ def _moves_are_not_journalled() -> list[Change]:
     return [(Outcomes, "placed", lambda self, table, slot: None)]
 
 
+def _every_generation_is_believed() -> list[Change]:
+    return [(Generations, "is_possible", lambda self, generation: True)]
+
+
 MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "discard frees at once": _discard_frees_at_once,
     "sessions hold nothing": _sessions_hold_nothing,
@@ -195,6 +199,7 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "recounts are ignored": _recounts_are_ignored,
     "unanswered recounts are forgotten": _unanswered_recounts_are_forgotten,
     "what is not synced is remembered": _what_is_not_synced_is_remembered,
+    "every generation is believed": _every_generation_is_believed,
 }
 
 
