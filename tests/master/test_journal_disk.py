@@ -176,11 +176,11 @@ def test_a_full_disk_keeps_no_master_from_starting(tmp_path: Path, closed: bool)
 
 
 def test_files_are_set_aside_on_a_disk_that_takes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_folder(self: Path, mode: int = 0o777) -> None:
+    def no_folder(path: Path, mode: int = 0o777) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "journal-3").write_bytes(b"x")
-    monkeypatch.setattr(Path, "mkdir", no_folder)
+    monkeypatch.setattr(os, "mkdir", no_folder)
     aside = JournalFolder(tmp_path).set_aside([tmp_path / "journal-3"])
     assert [path.name for path in tmp_path.iterdir()] == [f"{aside.name}-journal-3"]
     assert JournalFolder(tmp_path).listing().empty

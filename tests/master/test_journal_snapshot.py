@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -332,3 +333,88 @@ def test_one_that_fails_is_cleaned_up_and_tried_later(tmp_path: Path, monkeypatc
     journal.begin_snapshot().finish_soon().result(HANG_S)
     assert not is_due(journal)
     journal.close()
+
+
+def fail_once(journal: Journal) -> None:
+    with pytest.raises(NoSpace):
+        journal.begin_snapshot().finish_soon().result(HANG_S)
+
+
+def no_space(fd: int, parts: Any) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def reopened_copy(directory: Path) -> list[bytes]:
+    """What a master would be given if this one died now."""
+    return replayed(put_back(image_of(directory), directory.with_name(f"copy{next(_COPIES)}")))
+
+
+_COPIES = itertools.count()
+
+
+def test_snapshots_that_fail_leave_no_file_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "master"
+    journal, _ = Journal.open(folder, BY_HAND)
+    journal.append(b"first")
+    monkeypatch.setattr(os, "writev", no_space)
+    for _ in range(3):
+        fail_once(journal)
+    assert names(folder) == {"journal-0", "journal-1"}, "nothing was added meanwhile"
+    journal.append(b"second")
+    fail_once(journal)
+    assert names(folder) == {"journal-0", "journal-1", "journal-2"}
+    assert reopened_copy(folder) == [b"first", b"second"]
+    journal.close()
+
+
+def test_snapshots_that_fail_while_records_are_lacking_leave_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing that is appended meanwhile is acknowledged."""
+    folder = tmp_path / "master"
+    journal, _ = Journal.open(folder, BY_HAND)
+    journal.append(b"first")
+
+    def broken(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", broken)
+        with pytest.raises(MoonpoolError):
+            journal.sync()
+        journal.append(b"second")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", no_space)
+        for number in range(3):
+            fail_once(journal)
+            with pytest.raises(MoonpoolError, match="nothing can be added before the next snapshot"):
+                journal.append(b"refused %d" % number)
+    assert names(folder) == {"journal-0", "journal-1"}
+    assert reopened_copy(folder) == [b"first", b"second"]
+    writer = journal.begin_snapshot()
+    with pytest.raises(MoonpoolError, match="nothing can be added before the next snapshot"):
+        journal.append(b"counts with the snapshot")
+    assert reopened_copy(folder) == [b"first", b"second"]
+    writer.add(b"the state")
+    writer.finish_soon().result(HANG_S)
+    journal.append(b"third")
+    assert reopened_copy(folder) == [b"the state", b"counts with the snapshot", b"third"]
+    journal.close()
+
+
+@pytest.mark.parametrize(("num_failures", "pause_s"), [(1, 10.0), (2, 20.0), (5, 160.0), (20, 600.0)])
+def test_the_pause_grows_with_the_files_that_failures_leave(num_failures: int, pause_s: float) -> None:
+    config = JournalConfig(snapshot_min_nbytes=100, snapshot_retry_s=10.0)
+
+    def due(since_s: float, durable: bool) -> bool:
+        return snapshot_due(
+            config,
+            journal_nbytes=200,
+            snapshot_nbytes=0,
+            durable=durable,
+            since_failure_s=since_s,
+            num_failures=num_failures,
+        )
+
+    assert (due(pause_s - 0.1, True), due(pause_s, True)) == (False, True)
+    assert due(10.0, False), "a journal that lacks records leaves no file"

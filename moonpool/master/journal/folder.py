@@ -95,7 +95,7 @@ class JournalFolder:
         """
         aside = self.path / f"aside-{time.time_ns()}"
         try:
-            aside.mkdir(mode=0o700)
+            os.mkdir(aside, 0o700)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -283,6 +283,11 @@ def next_epoch(folder: JournalFolder, *, has_journals: bool, clock: WallClock | 
     try:
         write_epoch(folder, number)
     except OSError as error:
+        if last is None:  # the next master could not tell this folder from one that has lost its epoch
+            raise ConfigError(
+                f"cannot write the master's first epoch to {folder.path / _FILE}: {error.strerror or error}",
+                param="data_dir",
+            ) from error
         _wait_for_next_second(number, clock, folder, error)
         return Epoch(number, error)
     return Epoch(number, None)

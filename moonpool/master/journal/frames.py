@@ -239,7 +239,7 @@ class JournalFile:
             created.write(b"")
         except OSError:
             created.close()
-            path.unlink()
+            os.unlink(path)
             raise
         return created
 
@@ -286,6 +286,13 @@ class JournalFile:
             self.nbytes = 0
         os.ftruncate(fd, self.nbytes)
         self._torn = False
+
+    def clear(self) -> None:
+        """Remove all records."""
+        self.nbytes = min(self.nbytes, HEADER_NBYTES)
+        self.synced_nbytes = min(self.synced_nbytes, self.nbytes)
+        self._torn = True
+        self.write(b"")
 
     def write_control(self, what: bytes, value: int) -> None:
         self.write(pack_control(Control(what, max(self.nbytes, HEADER_NBYTES), value)))

@@ -4,8 +4,11 @@ The journal does not interpret the records: replaying them in order, over a snap
 state. A record is in the page cache when `append` returns, so the master's death loses nothing; it is on disk within
 `sync_s`, so a power failure loses at most that time. Disk errors never end the journal: `health` reports them, the
 journal retries what it could not write, and the next snapshot makes it complete again (`should_snapshot`). This holds
-for a disk that accepts no writes when the journal is opened, too. No file has a record after a gap, because replaying
-it could give a wrong state.
+for a disk that accepts no writes when the journal is opened, too.
+
+No record is replayed after a gap, because that could give a wrong state. So while the journal lacks records, the file
+before a snapshot gets no END, which a reader needs to go on with the next file, and what is written meanwhile counts
+only with the snapshot: appending raises until that is published.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from moonpool.base.backoff import backoff_s
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import AlreadyExists, ConfigError, MoonpoolError, Unavailable
 from moonpool.master.journal.folder import Epoch, FolderLock, JournalFolder, as_moonpool_error, next_epoch, write_epoch
@@ -30,6 +34,7 @@ from moonpool.master.journal.sync_thread import SyncThread
 _LOG = logging.getLogger(__name__)
 MAX_UNWRITTEN_NBYTES = 1024 * 1024  # records kept in memory for a retry
 EPOCH_RETRY_S = 1.0
+MOST_PAUSE_S = 600.0  # between snapshots that fail while the journal lacks nothing
 _EPOCH_UNWRITTEN = "the master's epoch could not be written and was taken from the clock"
 
 
@@ -62,11 +67,17 @@ def snapshot_due(
     snapshot_nbytes: int,
     durable: bool,
     since_failure_s: float | None,
+    num_failures: int = 0,
 ) -> bool:
-    """Return whether a snapshot is due: the journal lacks records, or replaying it would take
-    longer than a snapshot.
+    """Return whether a snapshot is due: the journal lacks records, or replaying it would take longer than a snapshot.
+
+    Each failure leaves a journal file if records were added meanwhile. So where nothing is lacking, the pause after a
+    failure grows with their number.
     """
-    if since_failure_s is not None and since_failure_s < config.snapshot_retry_s:
+    pause_s = config.snapshot_retry_s
+    if durable:
+        pause_s = backoff_s(max(0, num_failures - 1), pause_s, max(pause_s, MOST_PAUSE_S))
+    if since_failure_s is not None and since_failure_s < pause_s:
         return False
     return not durable or journal_nbytes > max(config.snapshot_min_nbytes, snapshot_nbytes)
 
@@ -99,9 +110,12 @@ class Journal:
         self._lost_at: int | None = None  # number of the journal file in use when a write or sync failed
         self._error: str | None = None
         self._unwritten = b""  # written before the next record
-        self._has_gap = False  # there were too many unwritten records, so they were dropped
+        self._has_gap = False  # records were dropped: what is appended counts with the next snapshot alone
+        self._is_void = False  # so it is with the whole present file
+        self._has_records = True  # the present file may have some
         self._snapshot: SnapshotWriter | None = None
         self._snapshot_failed_s: float | None = None
+        self._num_failures = 0  # of snapshots, one after the other
         self._closed = False
         self._lock = threading.RLock()  # the fields above, and the order of writes
         self._syncing = threading.Lock()  # one sync at a time; taken before _lock
@@ -195,21 +209,26 @@ class Journal:
             if self._closed:
                 raise Unavailable("the journal is closed")
             self._num_appended += 1 if data else 0
-            if self._has_gap:
-                raise Unavailable(f"{self._error}; nothing can be added before the next snapshot")
+            if self._has_gap and self._snapshot is None:
+                raise self._gap()
             try:
                 self._file.write(self._unwritten + data if self._unwritten else data)
             except OSError as error:
                 self._keep(data)
                 raise self._lost(error) from error
-            self._unwritten = b""
+            self._unwritten, self._has_records = b"", True
+            if self._has_gap:
+                raise self._gap()
         if self._config.sync_s == 0:
             self.sync()
         else:
             self._sync_thread.appended()
 
+    def _gap(self) -> Unavailable:
+        return Unavailable(f"{self._error}; nothing can be added before the next snapshot")
+
     def _keep(self, data: bytes) -> None:
-        self._has_gap = len(self._unwritten) + len(data) > MAX_UNWRITTEN_NBYTES
+        self._has_gap |= len(self._unwritten) + len(data) > MAX_UNWRITTEN_NBYTES
         self._unwritten = b"" if self._has_gap else self._unwritten + data
 
     def sync(self) -> None:
@@ -306,6 +325,7 @@ class Journal:
             snapshot_nbytes=health.snapshot_nbytes,
             durable=self._lost_at is None,
             since_failure_s=None if failed_s is None else self._clock.now_s() - failed_s,
+            num_failures=self._num_failures,
         )
 
     def begin_snapshot(self) -> SnapshotWriter:
@@ -323,21 +343,32 @@ class Journal:
             return self._snapshot
 
     def _rotate(self) -> None:
-        old, number = self._file, self._file.number + 1
+        """Begin the file that goes with a snapshot: a new one, unless no record of the present one counts."""
+        number = self._file.number
         try:
-            fresh = JournalFile.create(self._folder.journal(number), number)
+            # A file of 0 bytes could not be created: a later one may not be the first.
+            if self._is_void or not self._file.nbytes:
+                self._file.clear()
+                self._lost_at = number - 1
+            elif self._has_records or self._lost_at is not None:
+                self._begin_file(number + 1)
         except OSError as error:
             self._snapshot_failed_s = self._clock.now_s()
-            raise as_moonpool_error(error, f"cannot begin journal-{number} in {self._folder.path}") from error
-        try:
-            old.write_control(END, 0)
-        except OSError as error:
-            self._lost(error)  # without the END frame a reader cannot know that the old file is complete
+            raise as_moonpool_error(error, f"cannot begin a journal in {self._folder.path}") from error
+        self._unwritten, self._has_records = b"", False  # the snapshot contains what is unwritten
+        self._has_gap = self._is_void = self._lost_at is not None
+        self._sync_thread.appended()
+
+    def _begin_file(self, number: int) -> None:
+        old, fresh = self._file, JournalFile.create(self._folder.journal(number), number)
+        if self._lost_at is None:
+            try:
+                old.write_control(END, 0)
+            except OSError as error:
+                self._lost(error)
         self._retired.append(old)
         self._older_nbytes += old.nbytes
         self._file, self._names_changed = fresh, True
-        self._unwritten, self._has_gap = b"", False  # the snapshot contains them
-        self._sync_thread.appended()
 
     def settle(self, number: int) -> int:
         """Sync journal-<number>, and return up to which offset it is on disk. The snapshot's thread calls this."""
@@ -355,12 +386,15 @@ class Journal:
             self._snapshot = None
             if error is not None:
                 self._snapshot_failed_s = self._clock.now_s()
+                self._num_failures += 1
                 self._lock_file.record_error(str(error))
                 _LOG.error("snapshot-%d failed: %s", number, error)
             if nbytes is not None:
                 self._snapshot_nbytes, self._older_nbytes, self._snapshot_failed_s = nbytes, 0, None
+                self._num_failures = 0
                 if self._lost_at is not None and self._lost_at < number:
-                    self._lost_at = self._error = None
+                    self._lost_at, self._error = None, None
+                    self._has_gap = self._is_void = False
                     _LOG.info("snapshot-%d contains what the journal had lost", number)
 
     def health(self) -> JournalHealth:
