@@ -1,29 +1,24 @@
 """Finds the services that run on this machine. Each service keeps its Unix sockets in its own run directory.
-
-A launcher keeps a lock on a file in its directory for as long as it lives; the kernel drops the lock when the
-launcher ends, for whatever reason. So a directory whose lock can be taken is stale.
+A
+launcher owns that directory for as long as it lives (own_folder.py).
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
-import time
 from pathlib import Path
 
 from moonpool.base.errors import ConfigError
+from moonpool.base.own_folder import is_owned, own_folders
 
 PREFIX = "moonpool-"
-LOCK = "owner.lock"
 MASTER = "master"  # the role's name, and so its socket's
 CONDUCTOR = "conductor"
 LAUNCHER = "launcher"
 _URL = "url"  # a file with the address of the service's HTTP front end
 _TOUR_TOKEN = "tour_token"  # a file with what callers of the tour must know
 _STATE_DIR = "state_dir"  # a file with the path of the folder for its secrets
-# A directory without a lock file is one that is being made, unless it is older than this.
-_YOUNG_S = 60.0
 
 
 def numbered_name(name: str, number: int) -> str:
@@ -105,39 +100,4 @@ def conductors_in(run_dir: Path) -> str:
 
 def live_run_dirs(base: Path | None = None) -> list[Path]:
     """Return the run directories of this user whose launcher is alive."""
-    return [path for path in own_dirs(base or base_dir()) if (path / LOCK).exists() and not is_stale(path)]
-
-
-def own_dirs(base: Path) -> list[Path]:
-    """Return this user's run directories, live and stale."""
-    found = []
-    for path in sorted(base.glob(PREFIX + "*")):
-        try:
-            info = path.lstat()
-        except FileNotFoundError:
-            continue  # its owner removed it meanwhile
-        if path.is_dir() and not path.is_symlink() and info.st_uid == os.getuid():
-            found.append(path)
-    return found
-
-
-def is_stale(directory: Path) -> bool:
-    """Return whether the launcher that made the directory has ended."""
-    try:
-        fd = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return _age_s(directory) > _YOUNG_S
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _age_s(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+    return [path for path in own_folders(base or base_dir(), PREFIX) if is_owned(path)]

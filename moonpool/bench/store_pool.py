@@ -10,7 +10,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from moonpool.base.errors import Unavailable
+from moonpool.base.own_folder import OwnFolder
 from moonpool.base.process import Lifeline, ReadyReport, watch_inherited
 from moonpool.bench.store_calls import CallWork, PingWork
 from moonpool.bench.store_objects import ObjectWork
@@ -100,7 +100,7 @@ def start_pool(
     processor, if there are two.
     """
     with contextlib.ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-bench-")))
+        home = stack.enter_context(OwnFolder("mp.bench-"))
         lifeline = stack.enter_context(Lifeline())
         address = f"unix:{home}/master"
         settings = {"data_dir": str(_data_dir(home)), "listen": address, **(master or {})}

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from moonpool.base.errors import Unavailable
+from moonpool.base.own_folder import OwnFolder
 from moonpool.bench.store_case import BenchScale, ClaimReport, StoreCase, say
 from moonpool.bench.store_objects import MIB
 from moonpool.bench.store_pool import BenchClient, start_pool
@@ -39,10 +40,10 @@ def measure(report: ClaimReport, scale: BenchScale, folder: str | None) -> None:
     for _ in range(scale.rounds):
         node = {"dram_nbytes": dram_nbytes, "ssd_nbytes": 3 * scale.ssd_nbytes + 64 * MIB}
         with (
-            tempfile.TemporaryDirectory(prefix="mp-bench-", dir=folder) as disk,
+            OwnFolder("mp.bench-", Path(folder or tempfile.gettempdir())) as disk,
             start_pool(master=_RULES, node={**node, "ssd_dir": f"{disk}/ssd"}) as pool,
         ):
-            baseline = Path(disk) / "fio"
+            baseline = disk / "fio"
             _fio_gb_s(baseline, "write", scale.ssd_nbytes)
             figures["write"].append(_fio_gb_s(baseline, "write", scale.ssd_nbytes))
             writer, reader = pool.clients

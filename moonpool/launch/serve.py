@@ -39,7 +39,7 @@ from moonpool.launch.launcher import Launcher
 from moonpool.launch.machine import MachinePlan
 from moonpool.launch.plan import ServeConfig, one_machine, plan_kv, plan_machine, plan_roles
 from moonpool.launch.role_settings import RoleTables, with_settings
-from moonpool.launch.run_dir import RunDir
+from moonpool.launch.run_dir import make_run_dir
 
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a front end that listens on all addresses
 
@@ -93,23 +93,23 @@ def _run(
     machine = plan_machine(config, num_cores=available_cores(), gpu_kv_nbytes=gpu_kv_nbytes, prefix=prefix)
     for folder in machine.ssd_dirs:
         _own_folder(Path(folder))
-    with RunDir() as run_dir, Lifeline() as lifeline:
-        write_state_dir(run_dir.path, state_dir)
+    with make_run_dir() as run_dir, Lifeline() as lifeline:
+        write_state_dir(run_dir, state_dir)
         tour_token = secrets.token_urlsafe(24) if config.tour else None
         if tour_token is not None:
-            write_tour_token(run_dir.path, tour_token)
+            write_tour_token(run_dir, tour_token)
         if cluster is not None and place is not None:
             wiring = cluster.wiring(place)
         else:
-            wiring = one_machine(machine, run_dir.path, config.conductors)
-        planned = plan_roles(config, machine, run_dir.path, state_dir, wiring)
+            wiring = one_machine(machine, run_dir, config.conductors)
+        planned = plan_roles(config, machine, run_dir, state_dir, wiring)
         roles = [with_settings(role, role_tables, os.environ) for role in planned]
 
         def announce(seconds: float) -> None:
-            _announce(config, machine, run_dir.path, seconds, tour_token)
+            _announce(config, machine, run_dir, seconds, tour_token)
 
         launcher = Launcher(roles, lifeline, announce, log_dir)
-        maker = WorkerMaker(config, machine, wiring, run_dir.path, prefix, role_tables)
+        maker = WorkerMaker(config, machine, wiring, run_dir, prefix, role_tables)
         failure = asyncio.run(_supervise(launcher, maker))
     if failure is not None:
         raise Unavailable(failure)

@@ -13,7 +13,6 @@ Every call has a deadline. While the master is away, calls raise BreakerOpen at 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, cast
@@ -21,6 +20,7 @@ from typing import Any, Literal, Unpack, cast
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, Refused
 from moonpool.base.metrics import GetMetrics, MetricFamily
+from moonpool.base.own_folder import OwnFolder
 from moonpool.base.rpc.breaker import BreakerLimits
 from moonpool.store import messages as m
 from moonpool.store.client.cache import CachedReads, ObjectCache
@@ -395,7 +395,7 @@ class Store(TensorCalls, RemovalCalls):
 
 def _engine(stack: contextlib.ExitStack, run_dir: str | None, shm: bool, files: dict[str, Any]) -> TransferEngine:
     """Make an engine that serves no segments."""
-    folder = run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-store-"))
+    folder = run_dir or str(stack.enter_context(OwnFolder("mp.store-")))
     config = TransferConfig(run_dir=folder, shm=shm, tcp_host=None, **files)
     return stack.enter_context(TransferEngine(config))
 

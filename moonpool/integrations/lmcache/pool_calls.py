@@ -10,7 +10,6 @@ less than computing. Stores run in the background, and large batches take longer
 from __future__ import annotations
 
 import logging
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import NamedTuple
 
 from moonpool.base.errors import AlreadyExists, FewerReplicas, Internal, InvalidInput, MoonpoolError, NotFound
 from moonpool.base.log import RateLimitedLog
+from moonpool.base.own_folder import OwnFolder
 from moonpool.integrations.lmcache.settings import LmcacheSettings
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
@@ -49,7 +49,7 @@ class PoolCalls:
             looked_up=0, found=0, loaded=0, loaded_nbytes=0, stored=0, stored_nbytes=0, removed=0, corrupt=0
         )
         with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-lmc-"))
+            folder = str(stack.enter_context(OwnFolder("mp.lmcache-")))
             files = credentials(
                 secret_file=settings.secret_file,
                 tls_cert_file=settings.tls_cert_file,

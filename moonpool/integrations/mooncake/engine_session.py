@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import msgspec
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
 from moonpool.base.errors import InvalidInput, MoonpoolError, NotFound, PeerLost
+from moonpool.base.own_folder import OwnFolder
 from moonpool.integrations.mooncake.engine_memory import EngineMemory
 from moonpool.integrations.mooncake.engine_peers import EnginePeers, PeerRanges, is_on_gpu
 from moonpool.integrations.mooncake.engine_types import TransferNotify
@@ -69,7 +69,7 @@ class EngineSession:
         self._timeout_s = transfer_timeout_s(os.environ.get(_TIMEOUT))
         self._names = engine_names(metadata_server, metadata_kind)
         with ExitStack() as stack:
-            run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-te-", ignore_cleanup_errors=True))
+            run_dir = str(stack.enter_context(OwnFolder("mp.engine-")))
             config = engine_config(local_hostname, run_dir, is_p2p=metadata_server == P2P)
             self.engine = engine = TransferEngine(config)
             self.memory = EngineMemory(engine)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-
+from moonpool.base.own_folder import OwnFolder
 from moonpool.integrations.mooncake.client_flags import node_config
 from moonpool.integrations.mooncake.flags import ParsedFlags
 from moonpool.node.service import Node
@@ -13,11 +12,11 @@ class MooncakeClient:
     """A role (base/process.py). Raises ConfigError when a flag's value cannot be used."""
 
     def __init__(self, parsed: ParsedFlags) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mp-mc-")
+        self._folder = OwnFolder("mp.client-")
         try:
-            self._node = Node(node_config(parsed, self._folder.name))
+            self._node = Node(node_config(parsed, str(self._folder.path)))
         except BaseException:
-            self._folder.cleanup()
+            self._folder.close()
             raise
 
     async def start(self) -> None:
@@ -26,4 +25,4 @@ class MooncakeClient:
     async def close(self) -> None:
         """Take the memory back from the pool. Idempotent."""
         await self._node.close()
-        self._folder.cleanup()
+        self._folder.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import tempfile
 from typing import Any
 
 from moonpool.base.address import host_port
+from moonpool.base.own_folder import OwnFolder
 from moonpool.base.rpc import Call
 from moonpool.integrations.mooncake.http_metadata import MetadataStore
 from moonpool.integrations.mooncake.http_service import HttpService
@@ -24,8 +24,8 @@ class MooncakeMaster:
 
     def __init__(self, config: MooncakeMasterConfig) -> None:
         self._config = config
-        self._folder = None if config.data_dir else tempfile.TemporaryDirectory(prefix="mp-mm-")
-        self.master = Master(config.master(config.data_dir or (self._folder.name if self._folder else "")))
+        self._folder = None if config.data_dir else OwnFolder("mp.master-")
+        self.master = Master(config.master(config.data_dir or (str(self._folder.path) if self._folder else "")))
         self._services: list[HttpService] = []
         self.admin_port = 0
         self.metadata_port: int | None = None
@@ -55,7 +55,7 @@ class MooncakeMaster:
             await service.close()
         await self.master.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     async def _listen(self, service: HttpService, what: str, host: str, port: int) -> int:
         self._services.append(service)

@@ -6,11 +6,11 @@ import atexit
 import itertools
 import logging
 import os
-import tempfile
 import threading
 from contextlib import ExitStack, suppress
 
 from moonpool.base.errors import BreakerOpen, MoonpoolError
+from moonpool.base.own_folder import OwnFolder
 from moonpool.integrations.mooncake.engine_session import FORCE_TCP
 from moonpool.integrations.mooncake.offered_memory import OfferedMemory
 from moonpool.integrations.mooncake.range_sessions import OpenPuts, OpenReads
@@ -42,9 +42,9 @@ class MooncakeSession:
             if port is None:
                 port = stack.enter_context(reserve_port()).getsockname()[1]
             self.hostname = config.hostname(port)
-            self._run_dir = tempfile.TemporaryDirectory(prefix="mp-mc-")
+            self._run_dir = OwnFolder("mp.mooncake-")
             run_dir = stack.enter_context(self._run_dir)
-            self.client = client = self._connect(stack, run_dir)
+            self.client = client = self._connect(stack, str(run_dir))
             self.open_puts, self.open_reads = OpenPuts(client), OpenReads(client)
             self.names = SegmentNames(lambda: client.master.call(Segments()))
             self._greet_master()
@@ -75,7 +75,7 @@ class MooncakeSession:
             self.memory.leave()
         except MoonpoolError as error:
             _LOG.warning("this process ends without close(), and its memory stays in the pool for now: %s", error)
-        self._run_dir.cleanup()
+        self._run_dir.close()
 
     def _close_quietly(self) -> None:
         try:
@@ -104,7 +104,7 @@ class MooncakeSession:
             name=self._new_name(),
             master_address=self.config.master_address,
             dram_nbytes=nbytes,
-            run_dir=os.path.join(self._run_dir.name, "node"),
+            run_dir=str(self._run_dir.path / "node"),
             tcp_host=self.config.host,
             numa_node=numa_node,
             **credentials(),
