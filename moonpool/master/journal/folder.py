@@ -25,10 +25,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from moonpool import __version__
 from moonpool.base.errors import ConfigError, MoonpoolError, NoSpace, Unavailable
 
 UNFINISHED = ".new"
@@ -139,12 +140,14 @@ def remove_gently(path: Path, stop_early: threading.Event) -> None:
 
 
 class LockNote(msgspec.Struct, frozen=True):
-    """The content of the lock file. `since` and `error_at` are Unix times."""
+    """The content of the lock file. `since` and `error_at` are Unix times; `moonpool` is the version that last wrote to
+    the folder."""
 
     pid: int
     since: float
     error: str | None = None
     error_at: float | None = None
+    moonpool: str = ""
 
 
 class FolderLock:
@@ -157,7 +160,9 @@ class FolderLock:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             earlier, self._note = _read_note(fd), LockNote(os.getpid(), time.time())
             if earlier is not None:
-                self._note = msgspec.structs.replace(self._note, error=earlier.error, error_at=earlier.error_at)
+                self._note = msgspec.structs.replace(
+                    self._note, error=earlier.error, error_at=earlier.error_at, moonpool=earlier.moonpool
+                )
             self._fd: int | None = fd
             with contextlib.suppress(OSError):  # a full disk; the lock itself is held
                 self._write()
@@ -172,7 +177,14 @@ class FolderLock:
 
     def record_error(self, sentence: str) -> None:
         """Store the last error for `describe`, if the disk allows it."""
-        self._note = msgspec.structs.replace(self._note, error=sentence[:_MAX_ERROR], error_at=time.time())
+        self._store(error=sentence[:_MAX_ERROR], error_at=time.time())
+
+    def record_writer(self) -> None:
+        """Store that this version writes to the folder, if the disk allows it."""
+        self._store(moonpool=__version__)
+
+    def _store(self, **changes: Any) -> None:
+        self._note = msgspec.structs.replace(self._note, **changes)
         with contextlib.suppress(OSError):
             self._write()
 

@@ -1,6 +1,6 @@
 """The format of journal and snapshot files (docs/formats.md), reading them and appending to them. Little-endian.
 
-    file    0  magic "MPJL"   4  version u16   6  kind u16   8  number u64   16  CRC-32C of bytes 0..16   20  frames
+    file    0  magic "MPJL"   4  format u16    6  kind u16   8  number u64   16  CRC-32C of bytes 0..16   20  frames
     frame   0  word u32: body size, top bit set on a control frame   4  CRC-32C u32   8  body, 1 byte to 64 MiB
 
 A frame's CRC covers its word and its body, so a change of either is detected; no run of zeros is a frame.
@@ -22,6 +22,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from moonpool import __version__
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import Corrupt, InvalidInput
 
@@ -29,7 +30,9 @@ MAX_RECORD_NBYTES = 64 * 1024 * 1024
 MARK = b"MPJ-MARK"
 END = b"MPJ-END!"
 _MAGIC = b"MPJL"
-_VERSION = 1
+# Of the frames and of the records in them: raise it when records change (tests/master/test_journal_formats.py). Earlier
+# ones are read.
+FORMAT = 2
 _HEADER = struct.Struct("<4sHHQ")
 _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<II")
@@ -38,6 +41,15 @@ _CONTROL_BIT = 1 << 31
 HEADER_NBYTES = _HEADER.size + _CRC.size
 CONTROL_NBYTES = _FRAME.size + _CONTROL.size
 _READ_NBYTES = 1024 * 1024
+
+
+class LaterFormat(Corrupt):
+    """The file was written by a later version of Moonpool."""
+
+    def __init__(self, path: Path, found: int) -> None:
+        super().__init__(
+            f"{path} has format {found}, and this is Moonpool {__version__}, which reads formats up to {FORMAT}"
+        )
 
 
 class FileKind(IntEnum):
@@ -55,25 +67,26 @@ class Control(NamedTuple):
 
 def pack_header(kind: FileKind, number: int) -> bytes:
     """Return the first HEADER_NBYTES of a file."""
-    head = _HEADER.pack(_MAGIC, _VERSION, kind, number)
+    head = _HEADER.pack(_MAGIC, FORMAT, kind, number)
     return head + _CRC.pack(crc32c(head))
 
 
-def header_fault(data: bytes, kind: FileKind, number: int, path: Path) -> str | None:
-    """Return what is wrong with the first HEADER_NBYTES of a file, as a crash may leave it; None if they are good.
+def parse_header(data: bytes, kind: FileKind, number: int, path: Path) -> int | str:
+    """Return the format of a file, of which these are the first HEADER_NBYTES; or what is wrong with them, as a crash
+    may leave it.
 
-    Raise Corrupt if they are good but of another file, or of a version that this code cannot read.
+    Raise Corrupt if they are good but of another file, and LaterFormat if this code cannot read the format.
     """
     if len(data) < HEADER_NBYTES:
         return "its header is cut short"
-    magic, version, found_kind, found_number = _HEADER.unpack_from(data)
+    magic, found_format, found_kind, found_number = _HEADER.unpack_from(data)
     if magic != _MAGIC or _CRC.unpack_from(data, _HEADER.size)[0] != crc32c(data[: _HEADER.size]):
         return "its header is damaged"
-    if version != _VERSION:
-        raise Corrupt(f"{path} has format {version}, this Moonpool reads {_VERSION}; start the one that wrote it")
+    if found_format > FORMAT:
+        raise LaterFormat(path, found_format)
     if (found_kind, found_number) != (kind, number):
         raise Corrupt(f"{path} holds what was written under another name (kind {found_kind}, number {found_number})")
-    return None
+    return int(found_format)
 
 
 def check_size(record: bytes) -> None:
@@ -119,6 +132,7 @@ class RecordFile:
         self.nbytes = 0
         self.closing: Control | None = None
         self.fault: str | None = None
+        self.format = FORMAT
         self._kind = kind
         self._number = number
 
@@ -138,8 +152,11 @@ class RecordFile:
         with open(self.path, "rb", buffering=_READ_NBYTES) as file:
             self.nbytes = file.seek(0, 2) if upto is None else upto
             file.seek(0)
-            self.fault = header_fault(file.read(HEADER_NBYTES), self._kind, self._number, self.path)
-            self.end = 0 if self.fault else HEADER_NBYTES
+            found = parse_header(file.read(HEADER_NBYTES), self._kind, self._number, self.path)
+            if isinstance(found, int):
+                self.format, self.end, self.fault = found, HEADER_NBYTES, None
+            else:
+                self.end, self.fault = 0, found
             while self.fault is None and self.closing is None and self.end < self.nbytes:
                 body = self._next_record(file)
                 if body is not None:

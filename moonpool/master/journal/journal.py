@@ -26,7 +26,7 @@ from moonpool.base.backoff import backoff_s
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import AlreadyExists, ConfigError, MoonpoolError, Unavailable
 from moonpool.master.journal.folder import Epoch, FolderLock, JournalFolder, as_moonpool_error, next_epoch, write_epoch
-from moonpool.master.journal.frames import END, JournalFile, pack_records
+from moonpool.master.journal.frames import END, FORMAT, JournalFile, pack_records
 from moonpool.master.journal.recovery import RecoveredJournal, recover, repair
 from moonpool.master.journal.snapshot import SnapshotWriter
 from moonpool.master.journal.sync_thread import SyncThread
@@ -139,6 +139,7 @@ class Journal:
             try:
                 found, listing = recover(folder), folder.listing()
                 epoch = next_epoch(folder, has_journals=not listing.empty)
+                lock.record_writer()
                 repair(folder, found, listing)
                 opened = cls(folder, lock, config or JournalConfig(), found, clock or SystemClock(), epoch)
             except BaseException:
@@ -412,7 +413,8 @@ class Journal:
 
 
 def _file_to_append_to(folder: JournalFolder, found: RecoveredJournal) -> tuple[JournalFile, OSError | None]:
-    """Return the last journal, truncated to its good part, or a new one if there is none or the last is closed.
+    """Return the last journal, truncated to its good part, or a new one if there is none, or if the last is closed or
+    of an earlier format: the Moonpool that wrote it must not find records there that it cannot read.
 
     The second value is the error if the file could not be opened or created; then the next write tries again.
     """
@@ -422,7 +424,13 @@ def _file_to_append_to(folder: JournalFolder, found: RecoveredJournal) -> tuple[
     try:
         if last is None or last.closed:
             return JournalFile.create(path, number), None
-        return JournalFile.reopen(path, number, nbytes), None
+        reopened = JournalFile.reopen(path, number, nbytes)
+        if last.format == FORMAT:
+            return reopened, None
+        reopened.write_control(END, 0)
+        reopened.sync()
+        reopened.close()
+        return JournalFile.create(folder.journal(number + 1), number + 1), None
     except FileExistsError:
         raise  # never overwrite a file
     except OSError as error:

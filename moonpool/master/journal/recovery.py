@@ -20,7 +20,7 @@ import msgspec
 
 from moonpool.base.errors import ConfigError, Corrupt
 from moonpool.master.journal.folder import JournalFiles, JournalFolder, read_epoch, read_lock
-from moonpool.master.journal.frames import HEADER_NBYTES, FileKind, RecordFile, find_mark
+from moonpool.master.journal.frames import HEADER_NBYTES, FileKind, LaterFormat, RecordFile, find_mark
 
 ADVICE = (
     "nothing was changed; put a good copy of the folder in place, or start with --forget-journal, "
@@ -36,6 +36,7 @@ class Extent:
     number: int
     nbytes: int
     closed: bool
+    format: int
 
 
 @dataclass
@@ -71,13 +72,22 @@ def _checked(file: RecordFile, nbytes: int) -> Iterator[bytes]:
 
 def recover(folder: JournalFolder) -> RecoveredJournal:
     """Read everything and change nothing. Raise Corrupt or OSError."""
+    try:
+        return _recover(folder)
+    except LaterFormat as error:
+        note, _ = read_lock(folder)
+        writer = f"Moonpool {note.moonpool}" if note is not None and note.moonpool else "the Moonpool that wrote it"
+        raise Corrupt(f"{error}; start {writer}, or a later one; {ADVICE}") from error
+
+
+def _recover(folder: JournalFolder) -> RecoveredJournal:
     listing = folder.listing()
     found = RecoveredJournal()
     floor, faults = _take_snapshot(folder, listing, found)
     numbers = _chain(folder, listing, found.snapshot, faults)
     for number in numbers:
         file = RecordFile(folder.journal(number), FileKind.JOURNAL, number).scan()
-        found.journals.append(Extent(number, file.end, file.closing is not None))
+        found.journals.append(Extent(number, file.end, file.closing is not None, file.format))
         goes_on = file.whole or (file.fault is None and number == numbers[-1])
         if not goes_on or file.end < floor:
             later = [folder.journal(each) for each in numbers if each > number]

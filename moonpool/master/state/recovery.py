@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from moonpool import __version__
 from moonpool.base.errors import Corrupt, InvalidInput
 from moonpool.master.state import records as r
 from moonpool.master.state.allocator import OffsetAllocator
@@ -37,7 +38,11 @@ def restore(state: PoolState, entries: Iterable[bytes], now_s: float) -> int:
         try:
             records = r.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Corrupt(f"entry {count} of the journal is not of this version: {error}") from error
+            raise Corrupt(
+                f"entry {count} of the journal is not one that Moonpool {__version__} can read ({error}): start the "
+                "version that wrote it, or start with --forget-journal, which sets the files aside and begins with an "
+                "empty pool"
+            ) from error
         for record in records:
             work.apply(record)
         count += 1

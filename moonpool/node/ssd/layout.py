@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from moonpool import __version__
 from moonpool.base.checksum import crc32c
 from moonpool.base.errors import ConfigError
 from moonpool.base.object_header import ALIGN_NBYTES
@@ -114,7 +115,11 @@ def parse_file_header(block: memoryview, number: int) -> FileHeader | None:
     if magic != _FILE_MAGIC or found_number != number:
         return None
     if version != VERSION:
-        raise ConfigError(f"log file {number} is of version {version}; this Moonpool reads version {VERSION}")
+        raise ConfigError(
+            f"log file {number} has format {version}, and this is Moonpool {__version__}, which reads format {VERSION};"
+            " start the Moonpool that wrote it, or name another folder (--ssd)",
+            param="ssd_dir",
+        )
     return FileHeader(number, file_nbytes, nonce)
 
 
