@@ -4,7 +4,7 @@ Each call is an event of the state. The handler changes the state, then calls af
 the event to the journal. The master answers a call after that, so every answer survives the master's death.
 
 Most calls may be repeated: generations (puts), incarnations (segments) and names (drains) tell a repeated call from a
-new one. A Remove has none of these, so the client numbers it, and the IdempotencyCache answers a repeated one:
+new one. A Remove has none of these, so the client numbers it, and state/answers.py answers a repeated one:
 otherwise a copy that arrives late, over a connection that its client has given up, could remove what was stored after
 it.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -34,6 +33,7 @@ from moonpool.base.rpc import Call, RpcPeer
 from moonpool.master.board import ReportedMetrics, SegmentBoard
 from moonpool.master.journal import Journal, JournalHealth
 from moonpool.master.state import PoolState
+from moonpool.master.state.answers import Answer
 from moonpool.master.state.residency import list_blocks
 from moonpool.master.state.role_leases import RoleLeases
 from moonpool.master.state.snapshot import snapshot_keys
@@ -46,8 +46,6 @@ _GAUGES = {
     "orders_in_progress": "copies, offloads and drops that nodes were asked for",
     "objects_away": "objects on SSDs of nodes that are away",
 }
-MAX_CACHED_CALLS = 16_384
-MAX_ANSWERS = 1 << 20  # in all cached calls together; a call with more answers is cached alone
 R = TypeVar("R")
 
 
@@ -125,33 +123,6 @@ class LivePool:
     def _on_node_gone(self, peer: RpcPeer) -> None:
         for segment, incarnation in self._segments_of.pop(peer):
             self.state.members.disconnected(segment, incarnation, self.clock.now_s())
-
-
-class IdempotencyCache:
-    """The answers of the latest numbered calls: MAX_CACHED_CALLS calls, or fewer with MAX_ANSWERS answers in all.
-
-    Repeated calls come over connections to this process, so the cache need not survive a restart.
-    """
-
-    def __init__(self) -> None:
-        self._done: OrderedDict[int, tuple[object, int]] = OrderedDict()
-        self._num_answers = 0
-
-    def once(self, number: int, num_answers: int, act: Callable[[], R]) -> R:
-        """Return what `act` returned when a call of this number first came. Exceptions are not cached. Number 0 is no
-        number: `act` is called.
-        """
-        if not number:
-            return act()
-        if number in self._done:
-            return self._done[number][0]  # type: ignore[return-value]
-        result = act()
-        self._done[number] = result, num_answers
-        self._num_answers += num_answers
-        while len(self._done) > MAX_CACHED_CALLS or (self._num_answers > MAX_ANSWERS and len(self._done) > 1):
-            _, (_, num_gone) = self._done.popitem(last=False)
-            self._num_answers -= num_gone
-        return result
 
 
 Handler = Callable[[Any, RpcPeer], Any]
@@ -247,33 +218,36 @@ def _questions(pool: LivePool) -> dict[type[Call[Any]], Handler]:
 
 def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     state, now = pool.state, pool.clock.now_s
-    removals, replica_removals, pattern_removals = IdempotencyCache(), IdempotencyCache(), IdempotencyCache()
 
     def put_end(c: m.PutEnd, _: RpcPeer) -> dict[int, m.Refusal]:
         state.check_can_end(c.keys, c.generations, now())
         return state.put_end(c.keys, c.generations, c.failed, now())
 
     def remove(c: m.Remove, _: RpcPeer) -> list[bool]:
-        def remove_all() -> tuple[list[bool], int]:
-            return state.remove(c.keys, c.force, now()), state.voids.last_number
+        def remove_all() -> Answer:
+            return Answer([*map(int, state.remove(c.keys, c.force, now()))], state.voids.last_number)
 
-        removed, number = removals.once(c.idempotency_key, len(c.keys), remove_all)
-        state.check_settled(c.keys, now(), number)
-        return removed
+        answer = state.answers.once(c.idempotency_key, remove_all)
+        state.check_settled(c.keys, now(), answer.number)
+        return [*map(bool, answer.values)]
 
     def remove_replicas(c: m.RemoveReplicas, _: RpcPeer) -> list[bool]:
-        return replica_removals.once(
-            c.idempotency_key, len(c.keys), lambda: state.remove_replicas(c.keys, c.segments, now())
-        )
+        def remove_all() -> Answer:
+            return Answer([*map(int, state.remove_replicas(c.keys, c.segments, now()))], state.voids.last_number)
+
+        return [*map(bool, state.answers.once(c.idempotency_key, remove_all).values)]
 
     def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
-        def remove_step() -> tuple[m.RemovedCount, int]:
-            return state.remove_matching(c.pattern, c.force, c.cursor, now(), c.prefix), state.voids.last_number
+        def remove_step() -> Answer:
+            done = state.remove_matching(c.pattern, c.force, c.cursor, now(), c.prefix)
+            cursor = [] if done.cursor is None else [done.cursor]
+            return Answer([done.num_removed, done.num_kept, *cursor], state.voids.last_number)
 
-        removed, number = pattern_removals.once(c.idempotency_key, 1, remove_step)
-        if not state.voids.settled_up_to(number, now()):
+        answer = state.answers.once(c.idempotency_key, remove_step)
+        if not state.voids.settled_up_to(answer.number, now()):
             raise NotSettled("a reader may still find an object that was removed; ask again")
-        return removed
+        num_removed, num_kept, *cursor = answer.values
+        return m.RemovedCount(num_removed, num_kept, cursor[0] if cursor else None)
 
     def lookup(c: m.Lookup, _: RpcPeer) -> list[m.ObjectInfo | None]:
         return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session, reads=c.reads)

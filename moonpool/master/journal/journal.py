@@ -110,6 +110,7 @@ class Journal:
         self._lost_at: int | None = None  # number of the journal file in use when a write or sync failed
         self._error: str | None = None
         self._unwritten = b""  # written before the next record
+        self._unwritten_s = 0.0  # since when there is something
         self._has_gap = False  # records were dropped: what is appended counts with the next snapshot alone
         self._is_void = False  # so it is with the whole present file
         self._has_records = True  # the present file may have some
@@ -215,9 +216,10 @@ class Journal:
             try:
                 self._file.write(self._unwritten + data if self._unwritten else data)
             except OSError as error:
-                self._keep(data)
-                raise self._lost(error) from error
-            self._unwritten, self._has_records = b"", True
+                raise self._keep(data, error) from error
+            if self._unwritten:
+                self._caught_up()
+            self._has_records = True
             if self._has_gap:
                 raise self._gap()
         if self._config.sync_s == 0:
@@ -228,9 +230,23 @@ class Journal:
     def _gap(self) -> Unavailable:
         return Unavailable(f"{self._error}; nothing can be added before the next snapshot")
 
-    def _keep(self, data: bytes) -> None:
+    def _keep(self, data: bytes, error: OSError) -> MoonpoolError:
+        """Keep what the disk refused, to write it before anything else. Return the error to raise."""
         self._has_gap |= len(self._unwritten) + len(data) > MAX_UNWRITTEN_NBYTES
-        self._unwritten = b"" if self._has_gap else self._unwritten + data
+        if self._has_gap:
+            self._unwritten = b""
+            return self._lost(error)
+        if not self._unwritten:
+            self._unwritten_s = self._clock.now_s()
+        self._unwritten += data
+        return self._told(error)
+
+    def _caught_up(self) -> None:
+        """All that the disk had refused is written now."""
+        self._unwritten = b""
+        if self._lost_at is None:
+            _LOG.info("what could not be written to journal-%d is written now", self._file.number)
+            self._error = None
 
     def sync(self) -> None:
         """Sync all records appended before the call to disk. Raise NoSpace or Unavailable."""
@@ -265,7 +281,7 @@ class Journal:
             self._sync_thread.hurry()
 
     def _count_synced(self, num_appended: int) -> None:
-        if self._lost_at is None:
+        if self._lost_at is None and not self._unwritten:
             self.num_synced = num_appended
 
     def _synced(self, retired: list[JournalFile], file: JournalFile, nbytes: int) -> None:
@@ -305,13 +321,20 @@ class Journal:
 
     def _lost(self, error: OSError) -> MoonpoolError:
         """Remember that the journal lacks records. Return the error to raise."""
-        mapped = as_moonpool_error(error, f"the journal in {self._folder.path} cannot be written")
         with self._lock:
             self._lost_at = self._file.number
+        return self._told(error)
+
+    def _told(self, error: OSError) -> MoonpoolError:
+        """Log the error once, and let health() report it. Return the error to raise."""
+        mapped = as_moonpool_error(error, f"the journal in {self._folder.path} cannot be written")
+        with self._lock:
             if self._error != str(mapped):
                 self._error = str(mapped)
                 self._lock_file.record_error(self._error)
-                _LOG.error("%s; until a snapshot succeeds, a restart may not know what happened since", mapped)
+                _LOG.error(
+                    "%s; until it can, or a snapshot succeeds, a restart may not know what happened since", mapped
+                )
         return mapped
 
     # snapshots
@@ -324,10 +347,15 @@ class Journal:
             self._config,
             journal_nbytes=health.journal_nbytes,
             snapshot_nbytes=health.snapshot_nbytes,
-            durable=self._lost_at is None,
+            durable=self._lost_at is None and not self._is_behind_for_long,
             since_failure_s=None if failed_s is None else self._clock.now_s() - failed_s,
             num_failures=self._num_failures,
         )
+
+    @property
+    def _is_behind_for_long(self) -> bool:
+        """What the disk refuses may be written soon; then no snapshot is needed, which takes far more space."""
+        return bool(self._unwritten) and self._clock.now_s() - self._unwritten_s >= self._config.snapshot_retry_s
 
     def begin_snapshot(self) -> SnapshotWriter:
         """Start a new journal file and a snapshot. The caller adds the state in chunks; it may change meanwhile.
@@ -346,6 +374,8 @@ class Journal:
     def _rotate(self) -> None:
         """Begin the file that goes with a snapshot: a new one, unless no record of the present one counts."""
         number = self._file.number
+        if self._unwritten and self._lost_at is None:
+            self._lost_at = number
         try:
             # A file of 0 bytes could not be created: a later one may not be the first.
             if self._is_void or not self._file.nbytes:
@@ -377,7 +407,7 @@ class Journal:
             nbytes = self._file.nbytes
         self.sync()
         with self._lock:
-            if self._lost_at is not None and self._lost_at >= number:
+            if self._unwritten or (self._lost_at is not None and self._lost_at >= number):
                 raise Unavailable(f"records were lost while snapshot-{number} was written: {self._error}")
         return nbytes
 
@@ -402,7 +432,7 @@ class Journal:
         with self._lock:
             unsynced = sum(file.nbytes - file.synced_nbytes for file in (*self._retired, self._file))
             return JournalHealth(
-                durable=self._lost_at is None and not self._epoch_is_unwritten,
+                durable=self._lost_at is None and not self._unwritten and not self._epoch_is_unwritten,
                 error=self._error or (_EPOCH_UNWRITTEN if self._epoch_is_unwritten else None),
                 number=self._file.number,
                 journal_nbytes=self._older_nbytes + self._file.nbytes,

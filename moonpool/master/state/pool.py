@@ -22,6 +22,7 @@ from moonpool.master.policies import make_policy
 from moonpool.master.policies.base import EvictionPolicy
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.ahead import SpaceAhead
+from moonpool.master.state.answers import Answers
 from moonpool.master.state.changes import Changes
 from moonpool.master.state.evictor import Evictor
 from moonpool.master.state.index import ObjectIndex
@@ -67,6 +68,7 @@ class PoolState:
         self.space = PoolSpace(self.table_of_segments, self.generations, self.outcomes)
         self.index = ObjectIndex(rules, self.table_of_segments, self.space, order, self.outcomes)
         self.identities = Identities(self.outcomes)
+        self.answers = Answers(self.outcomes)
         self.orders = OrderBook(first_id, rules.order_timeout_s)
         segments, index = self.table_of_segments, self.index
         self._evictor = Evictor(rules, index, segments)

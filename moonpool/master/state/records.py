@@ -245,6 +245,13 @@ class Unsettled(Record):
     keys: list[bytes]
 
 
+class Answered(Record):
+    """These numbered calls were carried out, in this entry of the journal or before a snapshot; with their answers."""
+
+    numbers: list[int]
+    answers: list[list[int]]
+
+
 class Recounting(Record):
     """The nodes of these segments have not reported yet what is stamped above these generations: earlier masters may
     have granted it in a time that the journal lost. None: the node has reported it.
@@ -278,6 +285,7 @@ AnyRecord = (
     | Unsettled
     | Named
     | Recounting
+    | Answered
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

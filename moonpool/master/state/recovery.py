@@ -88,6 +88,7 @@ class _Recovery:
             r.Fated: self._fated,
             r.Named: self._named,
             r.Recounting: self._recounting,
+            r.Answered: state.answers.restore,
             r.Unsettled: lambda record: self._unsettled.update(dict.fromkeys(record.keys)),
         }
 
@@ -290,6 +291,7 @@ class _Recovery:
         state.table_of_segments.count_totals()
         table.leases[: table.end][used] = self._now_s + state.rules.lease_s
         state.voids.wait_for(self._unsettled, self._now_s + state.rules.lease_s)
+        state.answers.finish_restore(state.voids.last_number)
         state.ssd.restore()
         self._start_sweep()
         state.members.unseen_sessions = self._pins.sessions() | state.puts.sessions()

@@ -59,6 +59,7 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
     yield r.SegmentsEnded(list(index.losses.backing_ssds), list(index.losses.backing_ssds.values()))
     for number, digest in state.identities.items():
         yield r.Identified(number, digest)
+    yield from state.answers.records()
     for session, up_to in state.space.stopped_sessions():
         yield r.LetGo(session, up_to)
     for put in state.puts.pending.values():

@@ -39,6 +39,7 @@ class History:
         self._writes: dict[bytes, list[Write]] = {}
         self._by_number: dict[int, Write] = {}
         self._fates: dict[bytes, list[tuple[float, RemovalReason]]] = {}
+        self._carried_out: dict[int, float] = {}  # numbered calls, and when that was last
         self.losses_s: list[float] = []  # of nodes, or of the end of the journal
         self.num_flips = 0
         self.lost_times_s: list[tuple[float, float]] = []  # from when on nothing was durable, and when power was lost
@@ -137,6 +138,11 @@ class History:
 
     def note_fate(self, key: bytes, fate: RemovalReason) -> None:
         self._fates.setdefault(key, []).append((self._now(), fate))
+
+    def is_carried_out_once(self, number: int) -> bool:
+        """A numbered call is carried out now. Return whether what it did before, if anything, was lost with power."""
+        before_s, self._carried_out[number] = self._carried_out.get(number, NEVER_S), self._now()
+        return before_s == NEVER_S or any(durable_s <= before_s <= lost_s for durable_s, lost_s in self.lost_times_s)
 
     def power_lost(self, durable_s: float) -> None:
         """What was done after that moment, or is being done, may be undone; what had made way for it is not there any

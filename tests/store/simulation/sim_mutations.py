@@ -17,6 +17,7 @@ import moonpool.store.client.remote_read
 import moonpool.store.client.small_read
 import moonpool.store.client.views
 from moonpool.master.state.ahead import SpaceAhead
+from moonpool.master.state.answers import Answers
 from moonpool.master.state.members import Members
 from moonpool.master.state.orders import Copies
 from moonpool.master.state.pins import PinTable
@@ -174,6 +175,10 @@ def _every_generation_is_believed() -> list[Change]:
     return [(Generations, "is_possible", lambda self, generation: True)]
 
 
+def _answers_are_forgotten_in_a_restart() -> list[Change]:
+    return [(Answers, "restore", lambda self, record: None)]
+
+
 MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "discard frees at once": _discard_frees_at_once,
     "sessions hold nothing": _sessions_hold_nothing,
@@ -200,6 +205,7 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "unanswered recounts are forgotten": _unanswered_recounts_are_forgotten,
     "what is not synced is remembered": _what_is_not_synced_is_remembered,
     "every generation is believed": _every_generation_is_believed,
+    "answers are forgotten in a restart": _answers_are_forgotten_in_a_restart,
 }
 
 

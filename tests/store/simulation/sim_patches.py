@@ -25,6 +25,7 @@ import moonpool.base.rpc.silence
 import moonpool.base.side_thread
 import moonpool.master.service
 import moonpool.master.state.ahead
+import moonpool.master.state.answers
 import moonpool.master.state.changes
 import moonpool.master.state.orders
 import moonpool.master.state.segments
@@ -178,6 +179,19 @@ def _quarantine(original: Any) -> Any:
     return quarantine
 
 
+def _once(original: Any) -> Any:
+    def once(self: Any, number: int, act: Callable[[], Any]) -> Any:
+        def act_and_note() -> Any:
+            world = _world()
+            if number and not world.history.is_carried_out_once(number):
+                world.violated(f"call {number} was carried out twice")
+            return act()
+
+        return original(self, number, act_and_note)
+
+    return once
+
+
 def _finish_segments(original: Any) -> Any:
     def finish_segments(self: Any) -> None:
         _world().lost_generations.append(range(self._last_generation + 1, self._state.generations.last))
@@ -285,6 +299,11 @@ def _patches() -> list[tuple[Any, str, Any]]:
             moonpool.master.state.changes.RemovalLog,
             "record",
             _record(moonpool.master.state.changes.RemovalLog.record),
+        ),
+        (
+            moonpool.master.state.answers.Answers,
+            "once",
+            _once(moonpool.master.state.answers.Answers.once),
         ),
         (
             moonpool.master.state.orders.Copies,
