@@ -36,7 +36,7 @@ QUICK_MUTATIONS = {
 STORM_MUTATIONS = {
     "unanswered recounts are forgotten": range(15, 315),
     "what is not synced is remembered": range(3, 303),
-    "memory is mounted again as it is": range(373, 673),
+    "memory is mounted again as it is": range(288, 588),
     "answers are forgotten in a restart": range(6, 56),
 }
 ROOT = Path(__file__).parents[2]
