@@ -227,7 +227,7 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         def remove_all() -> Answer:
             return Answer([*map(int, state.remove(c.keys, c.force, now()))], state.voids.last_number)
 
-        answer = state.answers.once(c.idempotency_key, remove_all)
+        answer = state.answers.once(c.idempotency_key, 1, remove_all)
         state.check_settled(c.keys, now(), answer.number)
         return [*map(bool, answer.values)]
 
@@ -235,7 +235,7 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         def remove_all() -> Answer:
             return Answer([*map(int, state.remove_replicas(c.keys, c.segments, now()))], state.voids.last_number)
 
-        return [*map(bool, state.answers.once(c.idempotency_key, remove_all).values)]
+        return [*map(bool, state.answers.once(c.idempotency_key, 2, remove_all).values)]
 
     def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
         def remove_step() -> Answer:
@@ -243,7 +243,7 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
             cursor = [] if done.cursor is None else [done.cursor]
             return Answer([done.num_removed, done.num_kept, *cursor], state.voids.last_number)
 
-        answer = state.answers.once(c.idempotency_key, remove_step)
+        answer = state.answers.once(c.idempotency_key, 3, remove_step)
         if not state.voids.settled_up_to(answer.number, now()):
             raise NotSettled("a reader may still find an object that was removed; ask again")
         num_removed, num_kept, *cursor = answer.values

@@ -29,9 +29,9 @@ def test_the_first_is_done_and_the_others_get_its_answer() -> None:
         acted.append(number)
         return done(number)
 
-    assert [answers.once(number, partial(act, number)) for number in (3, 4, 3, 4)] == [*map(done, (3, 4, 3, 4))]
+    assert [answers.once(number, 1, partial(act, number)) for number in (3, 4, 3, 4)] == [*map(done, (3, 4, 3, 4))]
     assert acted == [3, 4]
-    assert [answers.once(0, lambda: act(5)) for _ in range(2)] == [done(5), done(5)]
+    assert [answers.once(0, 1, lambda: act(5)) for _ in range(2)] == [done(5), done(5)]
     assert acted == [3, 4, 5, 5], "number 0 is none"
 
 
@@ -42,31 +42,31 @@ def test_what_failed_may_be_tried_again() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        answers.once(1, fail)
-    assert answers.once(1, lambda: done(7)) == done(7)
+        answers.once(1, 1, fail)
+    assert answers.once(1, 1, lambda: done(7)) == done(7)
 
 
 @pytest.mark.parametrize(
     ("num_values", "num_kept"), [(1, MAX_CALLS), (MAX_VALUES // 4, 4), (MAX_VALUES, 1), (2 * MAX_VALUES, 1)]
 )
 def test_no_more_is_remembered_than_is_stated(num_values: int, num_kept: int) -> None:
-    answers, first, again = Answers(Outcomes(False)), Answer([1] * num_values, 0), Answer([2], 0)
+    answers, first, again = Answers(Outcomes(False)), Answer([1] * (num_values - 1), 0), Answer([2], 0)
     last = num_kept + 9
     for number in range(1, last + 1):
-        answers.once(number, lambda: first)
-    assert answers.once(last - num_kept + 1, lambda: again) == first
-    assert answers.once(last - num_kept, lambda: again) == again
+        answers.once(number, 1, lambda: first)
+    assert answers.once(last - num_kept + 1, 1, lambda: again) == first
+    assert answers.once(last - num_kept, 1, lambda: again) == again
 
 
 @pytest.mark.parametrize("is_snapshot", [False, True], ids=["journal", "snapshot"])
 def test_answers_survive_a_restart(is_snapshot: bool) -> None:
     pool = Pool("a")
     for number in range(1, 3000):
-        pool.state.answers.once(number, partial(done, number))
+        pool.state.answers.once(number, 1, partial(done, number))
     if is_snapshot:
         pool.snapshot()
     pool.restart()
-    found = [pool.state.answers.once(number, lambda: Answer([-1], 0)).values for number in (1, 2000, 2999, 3000)]
+    found = [pool.state.answers.once(number, 1, lambda: Answer([-1], 0)).values for number in (1, 2000, 2999, 3000)]
     assert found == [[10], [20_000], [29_990], [-1]]
 
 

@@ -43,7 +43,7 @@ CONTROL_NBYTES = _FRAME.size + _CONTROL.size
 _READ_NBYTES = 1024 * 1024
 
 
-class LaterFormat(Corrupt):
+class LaterFormat(Exception):
     """The file was written by a later version of Moonpool."""
 
     def __init__(self, path: Path, found: int) -> None:

@@ -33,20 +33,24 @@ class Answers:
         self._done: OrderedDict[int, Answer] = OrderedDict()
         self._num_values = 0
 
-    def once(self, number: int, act: Callable[[], Answer]) -> Answer:
-        """Return what `act` returned when a call of this number first came. Exceptions are not remembered. Number 0 is
-        no number: `act` is called.
+    def once(self, number: int, kind: int, act: Callable[[], Answer]) -> Answer:
+        """Return what `act` returned when a call of this number and kind first came. Exceptions are not remembered.
+        Number 0 is no number: `act` is called.
         """
-        if number in self._done:
-            return self._done[number]
+        known = self._done.get(number)
+        if known is not None and known.values[0] == kind:
+            return known._replace(values=known.values[1:])
         answer = act()
         if number:
-            self._add(number, answer)
-            self._outcomes.add(Answered([number], [answer.values]))
+            kept = answer._replace(values=[kind, *answer.values])
+            self._forget(number)
+            self._add(number, kept)
+            self._outcomes.add(Answered([number], [kept.values]))
         return answer
 
     def restore(self, record: Answered) -> None:
         for number, values in zip(record.numbers, record.answers, strict=True):
+            self._forget(number)
             self._add(number, Answer(values, 0))
 
     def finish_restore(self, number: int) -> None:
@@ -60,6 +64,10 @@ class Answers:
         rest = iter(self._done.items())
         while some := list(islice(rest, _STEP)):
             yield Answered([number for number, _ in some], [answer.values for _, answer in some])
+
+    def _forget(self, number: int) -> None:
+        gone = self._done.pop(number, None)
+        self._num_values -= len(gone.values) if gone is not None else 0
 
     def _add(self, number: int, answer: Answer) -> None:
         self._done[number] = answer

@@ -180,14 +180,14 @@ def _quarantine(original: Any) -> Any:
 
 
 def _once(original: Any) -> Any:
-    def once(self: Any, number: int, act: Callable[[], Any]) -> Any:
+    def once(self: Any, number: int, kind: int, act: Callable[[], Any]) -> Any:
         def act_and_note() -> Any:
             world = _world()
             if number and not world.history.is_carried_out_once(number):
                 world.violated(f"call {number} was carried out twice")
             return act()
 
-        return original(self, number, act_and_note)
+        return original(self, number, kind, act_and_note)
 
     return once
 
