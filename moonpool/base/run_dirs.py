@@ -1,6 +1,5 @@
-"""Finds the services that run on this machine. Each service keeps its Unix sockets in its own run directory.
-A
-launcher owns that directory for as long as it lives (own_folder.py).
+"""Finds the services that run on this machine. Each service keeps its Unix sockets in its own run directory,
+which its launcher owns for as long as it lives (own_folder.py).
 """
 
 from __future__ import annotations

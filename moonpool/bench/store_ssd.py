@@ -13,7 +13,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def measure(report: ClaimReport, scale: BenchScale, folder: str | None) -> None:
     for _ in range(scale.rounds):
         node = {"dram_nbytes": dram_nbytes, "ssd_nbytes": 3 * scale.ssd_nbytes + 64 * MIB}
         with (
-            OwnFolder("mp.bench-", Path(folder or tempfile.gettempdir())) as disk,
+            OwnFolder("mp.bench-", Path(folder) if folder else None) as disk,
             start_pool(master=_RULES, node={**node, "ssd_dir": f"{disk}/ssd"}) as pool,
         ):
             baseline = disk / "fio"

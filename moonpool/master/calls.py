@@ -16,7 +16,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from moonpool.base.clock import Clock
 from moonpool.base.descriptor import SegmentDescriptor
@@ -46,7 +46,7 @@ _GAUGES = {
     "orders_in_progress": "copies, offloads and drops that nodes were asked for",
     "objects_away": "objects on SSDs of nodes that are away",
 }
-R = TypeVar("R")
+_REMOVE, _REMOVE_REPLICAS, _REMOVE_MATCHING = 1, 2, 3  # kinds of numbered calls, in the journal
 
 
 class LivePool:
@@ -132,7 +132,7 @@ def handlers(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     """Return the handler of each call. A call that changes the state is answered after its records
     are in the journal.
     """
-    changing = {**_objects(pool), **_segments(pool), **_tasks(pool)}
+    changing = {**_objects(pool), **_removals(pool), **_segments(pool), **_tasks(pool)}
     recorded = {call: _recorded(pool, handle) for call, handle in changing.items()}
     return {**_questions(pool), **recorded, m.PutStart: _put_start(pool), m.GrantAhead: _grant_ahead(pool)}
 
@@ -223,32 +223,6 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         state.check_can_end(c.keys, c.generations, now())
         return state.put_end(c.keys, c.generations, c.failed, now())
 
-    def remove(c: m.Remove, _: RpcPeer) -> list[bool]:
-        def remove_all() -> Answer:
-            return Answer([*map(int, state.remove(c.keys, c.force, now()))], state.voids.last_number)
-
-        answer = state.answers.once(c.idempotency_key, 1, remove_all)
-        state.check_settled(c.keys, now(), answer.number)
-        return [*map(bool, answer.values)]
-
-    def remove_replicas(c: m.RemoveReplicas, _: RpcPeer) -> list[bool]:
-        def remove_all() -> Answer:
-            return Answer([*map(int, state.remove_replicas(c.keys, c.segments, now()))], state.voids.last_number)
-
-        return [*map(bool, state.answers.once(c.idempotency_key, 2, remove_all).values)]
-
-    def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
-        def remove_step() -> Answer:
-            done = state.remove_matching(c.pattern, c.force, c.cursor, now(), c.prefix)
-            cursor = [] if done.cursor is None else [done.cursor]
-            return Answer([done.num_removed, done.num_kept, *cursor], state.voids.last_number)
-
-        answer = state.answers.once(c.idempotency_key, 3, remove_step)
-        if not state.voids.settled_up_to(answer.number, now()):
-            raise NotSettled("a reader may still find an object that was removed; ask again")
-        num_removed, num_kept, *cursor = answer.values
-        return m.RemovedCount(num_removed, num_kept, cursor[0] if cursor else None)
-
     def lookup(c: m.Lookup, _: RpcPeer) -> list[m.ObjectInfo | None]:
         return state.lookup(c.keys, now(), prefix=c.prefix, lease=c.lease, session=c.session, reads=c.reads)
 
@@ -260,13 +234,43 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         m.Lookup: lookup,
         m.Promote: lambda c, _: state.promotions.ask(c.keys, now()),
         m.RenewLeases: lambda c, _: state.renew_leases(c.keys, c.generations, now(), c.num_replicas),
-        m.Remove: remove,
-        m.RemoveReplicas: remove_replicas,
-        m.RemoveMatching: remove_matching,
         m.Pin: lambda c, peer: state.pin(c.session or pool.connection(peer), c.keys, now()),
         m.Unpin: lambda c, peer: state.unpin(c.session or pool.connection(peer), c.keys, now()),
         m.ReportCorrupt: lambda c, _: state.report_corrupt(c.key, c.generation, c.segment, c.offset, now()),
     }
+
+
+def _removals(pool: LivePool) -> dict[type[Call[Any]], Handler]:
+    """Return the handlers of the numbered calls."""
+    state, now = pool.state, pool.clock.now_s
+
+    def remove(c: m.Remove, _: RpcPeer) -> list[bool]:
+        def remove_all() -> Answer:
+            return Answer([*map(int, state.remove(c.keys, c.force, now()))], state.voids.last_number)
+
+        answer = state.answers.once(c.idempotency_key, _REMOVE, remove_all)
+        state.check_settled(c.keys, now(), answer.number)
+        return [*map(bool, answer.values)]
+
+    def remove_replicas(c: m.RemoveReplicas, _: RpcPeer) -> list[bool]:
+        def remove_all() -> Answer:
+            return Answer([*map(int, state.remove_replicas(c.keys, c.segments, now()))], state.voids.last_number)
+
+        return [*map(bool, state.answers.once(c.idempotency_key, _REMOVE_REPLICAS, remove_all).values)]
+
+    def remove_matching(c: m.RemoveMatching, _: RpcPeer) -> m.RemovedCount:
+        def remove_step() -> Answer:
+            done = state.remove_matching(c.pattern, c.force, c.cursor, now(), c.prefix)
+            cursor = [] if done.cursor is None else [done.cursor]
+            return Answer([done.num_removed, done.num_kept, *cursor], state.voids.last_number)
+
+        answer = state.answers.once(c.idempotency_key, _REMOVE_MATCHING, remove_step)
+        if not state.voids.settled_up_to(answer.number, now()):
+            raise NotSettled("a reader may still find an object that was removed; ask again")
+        num_removed, num_kept, *cursor = answer.values
+        return m.RemovedCount(num_removed, num_kept, cursor[0] if cursor else None)
+
+    return {m.Remove: remove, m.RemoveReplicas: remove_replicas, m.RemoveMatching: remove_matching}
 
 
 def _segments(pool: LivePool) -> dict[type[Call[Any]], Handler]:

@@ -29,7 +29,7 @@ os.wait() if sys.argv[2] == "forks" else None
 print("forked", flush=True)
 input()
 """
-# Programs that leave the folder to the end of their process, or to nobody when they are killed.
+# Programs that do not close what they own: their folder is removed when the process ends, unless it is killed.
 STORE = """
 import sys
 from moonpool.store import Store

@@ -242,7 +242,7 @@ class Waits:
 
 @contextlib.contextmanager
 def mute_server(path: str) -> Iterator[None]:
-    """The kernel accepts connections there and nobody ever reads them, as when the process is stopped."""
+    """Listen at the path and never answer. The kernel still completes connections, as it does for a stopped process."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(1024)

@@ -1,4 +1,4 @@
-"""The process from which roles are forked, alone: what it forks, and what becomes of a process that nobody knows."""
+"""The template process without a launcher: its roles get what was ordered, and end if the order never comes."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ _SECONDS = itertools.count(1_000)
 
 
 class _Clock(NamedTuple):
-    """Stands for folder.WallClock: it is always late enough, and nobody waits."""
+    """Replaces folder.WallClock. Each reading is a second later, and sleep() returns at once."""
 
     now_s: Callable[[], float] = lambda: float(CLOCK_STARTS_S + next(_SECONDS))
     sleep: Callable[[float], None] = lambda _: None

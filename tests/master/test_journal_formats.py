@@ -17,7 +17,7 @@ from moonpool.master.journal.folder import FolderLock, JournalFolder, read_lock
 from moonpool.master.journal.frames import FORMAT, HEADER_NBYTES
 from moonpool.master.state import records
 
-# By format: what its records are. Whoever changes a record adds a line here, and raises FORMAT in frames.py.
+# By format: the digest of its record classes. To change a record, raise FORMAT in frames.py and add a line here.
 RECORDS = {2: "35ecbc3dca4ba341", 3: "8d79c67905e91fde"}
 
 
@@ -68,7 +68,7 @@ def test_a_later_format_is_refused_with_both_versions_and_the_way_out(tmp_path: 
     }
     note, _ = read_lock(JournalFolder(folder))
     assert note is not None
-    assert note.moonpool == "9.9.9", "it is told to whoever tries next, too"
+    assert note.moonpool == "9.9.9", "the next start that is refused names it again"
     report = describe(folder, check=True)
     assert report.problem is not None
     assert "Moonpool 9.9.9" in report.problem

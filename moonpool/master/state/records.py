@@ -246,7 +246,8 @@ class Unsettled(Record):
 
 
 class Answered(Record):
-    """These numbered calls were carried out, in this entry of the journal or before a snapshot; with their answers."""
+    """The master has carried out these numbered calls. An answer is the kind of the call, and the values that its
+    caller gets."""
 
     numbers: list[int]
     answers: list[list[int]]

@@ -100,7 +100,7 @@ class _Recovery:
     def _began(self, record: r.Began) -> None:
         segments = self._state.table_of_segments
         segments.last_number = max(segments.last_number, record.last_segment_number)
-        self._is_possible(record.last_generation)
+        self._takes(record.last_generation)
         self._state.members.adopts = record.adopts
         self._state.members.listed.update(record.listed)
 
@@ -110,7 +110,7 @@ class _Recovery:
             record.node, record.descriptor, record.tier, record.registry_address, record.capacity_nbytes, record.number
         )
         made.allocator, made.heard_s, made.draining = None, self._now_s, record.draining
-        made.floor = record.floor if self._is_possible(record.floor) else 0
+        made.floor = record.floor if self._takes(record.floor) else 0
 
     def _ended(self, record: r.SegmentsEnded) -> None:
         segments = self._state.table_of_segments
@@ -135,7 +135,7 @@ class _Recovery:
     def _recounting(self, record: r.Recounting) -> None:
         for number, above in zip(record.numbers, record.above, strict=True):
             segment = self._state.table_of_segments.by_number.get(number)
-            if segment is not None and (above is None or self._is_possible(above)):
+            if segment is not None and (above is None or self._takes(above)):
                 segment.recount_above = above
 
     # puts
@@ -144,7 +144,7 @@ class _Recovery:
         terms = PutTerms(record.session, record.flags, record.identity, record.soft_pin_s, record.replace)
         parents = None if record.parents is None else r.lengthened(record.parents, record.keys)
         for at, key in enumerate(record.keys):
-            if not self._is_possible(record.generations[at]):
+            if not self._takes(record.generations[at]):
                 continue
             put = PendingPut(key, record.sizes[at], record.generations[at], record.places[at], terms, self._now_s)
             if record.groups is not None:
@@ -196,7 +196,7 @@ class _Recovery:
             self._state.space.on_session_stopped(session, up_to, self._now_s + self._state.rules.put_release_s)
 
     def _held_put(self, record: r.HeldPut) -> None:
-        if not self._is_possible(record.generation):
+        if not self._takes(record.generation):
             return
         if record.session:
             self._state.space.hold_put(record.generation, record.places, record.nbytes, record.session, record.ahead)
@@ -222,8 +222,8 @@ class _Recovery:
             if slot is not None and table.version[slot] != record.versions[at]:
                 index.drop(slot, RemovalReason.REPLACED, self._now_s)
                 slot = None
-            possible = [self._is_possible(each.generation) for each in (*dram, *((ssd,) if ssd is not None else ()))]
-            if not all(possible):
+            taken = [self._takes(each.generation) for each in (*dram, *((ssd,) if ssd is not None else ()))]
+            if not all(taken):
                 self._leave_out(key, slot)
                 continue
             if slot is None:
@@ -258,12 +258,14 @@ class _Recovery:
             table.flags[slot] |= Flag.SOFT_PIN
         return slot
 
-    def _is_possible(self, generation: int) -> bool:
-        """Return whether a master can have issued it; then issue only higher ones. What is said to have another one is
-        left out: a master that issued higher ones than that could issue none."""
+    def _takes(self, generation: int) -> bool:
+        """Issue only generations above this one. Return False if no master can have issued it: then the caller leaves
+        out what has it, because no higher generation would be left."""
+        if generation <= self._last_generation:
+            return True
         if not self._state.generations.is_possible(generation):
             return False
-        self._last_generation = max(self._last_generation, generation)
+        self._last_generation = generation
         return True
 
     def _fated(self, record: r.Fated) -> None:

@@ -18,7 +18,7 @@ EPOCH_BITS = 32
 _RANGE = (1 << EPOCH_BITS) - 1
 _HALF_RANGE = 1 << (EPOCH_BITS - 1)
 _QUARTER_RANGE = 1 << (EPOCH_BITS - 2)
-_EARLY = 86_400  # by so many seconds the clock of another master, of which an epoch is made, may be fast
+_MOST_EARLY_S = 86_400  # another master's clock, which gives its epoch, may be so far ahead
 
 
 class Generations:
@@ -43,8 +43,10 @@ class Generations:
 
     def is_possible(self, generation: int) -> bool:
         """Return whether a master can have issued it. Count it if not."""
-        latest = max(self._first_epoch, self._epoch_now()) + _EARLY  # however often nodes name later ones
-        possible = generation <= self.last or generation >> EPOCH_BITS <= latest
+        if generation <= self.last:
+            return True
+        latest = max(self._first_epoch, self._epoch_now()) + _MOST_EARLY_S  # however often nodes name later ones
+        possible = generation >> EPOCH_BITS <= latest
         self.counters["generations_refused"] += not possible
         return possible
 
