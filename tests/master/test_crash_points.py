@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from journal_world import BY_HAND
+from ssd_world import FAST_DIR
 from state_pool import RULES, Pool
 
 from moonpool.base.errors import MoonpoolError
@@ -263,21 +265,22 @@ def plans(num_operations: int) -> Iterator[Plan]:
         yield Plan(full=range(first, second), last=second)
 
 
-def check_all(tmp_path: Path, script: Script) -> int:
+def check_all(script: Script) -> int:
     """Return the number of lives."""
-    num_operations, count = play(tmp_path / "whole", Plan(), script), 0
-    for count, plan in enumerate(plans(num_operations), 1):
-        where = tmp_path / str(count)
-        play(where, plan, script)
-        shutil.rmtree(where)
+    with tempfile.TemporaryDirectory(dir=FAST_DIR) as folder_name:
+        num_operations, count = play(Path(folder_name) / "whole", Plan(), script), 0
+        for count, plan in enumerate(plans(num_operations), 1):
+            where = Path(folder_name) / str(count)
+            play(where, plan, script)
+            shutil.rmtree(where)
     return count
 
 
-def test_every_crash_point_and_every_pair(tmp_path: Path) -> None:
-    assert check_all(tmp_path, short_life) >= 2000
+def test_every_crash_point_and_every_pair() -> None:
+    assert check_all(short_life) >= 2000
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_every_crash_point_and_every_pair_of_a_longer_life(tmp_path: Path) -> None:
-    assert check_all(tmp_path, whole_life) >= 10_000
+def test_every_crash_point_and_every_pair_of_a_longer_life() -> None:
+    assert check_all(whole_life) >= 10_000
