@@ -166,7 +166,7 @@ def check_cut_off(
     answers: Sequence[SeenAnswer], undisturbed: Sequence[SeenAnswer], cut_s: float, joined_s: float
 ) -> None:
     """Answers of a front end that is cut off are right, or end with a clear error; only those that were asked for
-    before the link was back, and had not ended when it was cut."""
+    before all roles were back, and had not ended when the link was cut."""
     for each in answers:
         if each.error is None:
             check_tokens([each.text], [undisturbed[each.number].text], str(each))
@@ -182,7 +182,7 @@ def cut_off(
     cluster: Cluster, name: str, clients: dict[str, StreamClients], *, serving: str | None = None
 ) -> tuple[float, float]:
     """Cut the machine off for 10 s, and until the front end of `serving` has given an answer that began 5 s later, and
-    wait until it serves again. Return when it was cut off, and when it was back."""
+    wait until it serves again. Return when it was cut off, and when all its roles were back."""
     wait_until(lambda: all(each.num_seen for each in clients.values()), "answers")
     cluster.machines[name].cut_link()
     cut_s = time.monotonic()
@@ -190,9 +190,9 @@ def cut_off(
     if serving is not None:
         late_s, answers = cut_s + STILL_S, clients[serving]
         wait_until(lambda: any(each.began_s > late_s for each in answers.seen), "it serves meanwhile")
-    joined_s = time.monotonic()
     cluster.machines[name].join_link()
     wait_until(lambda: cluster.missing() == [], "all roles are there again")
+    joined_s = time.monotonic()  # until then a front end may find its conductor, and no worker that has come back to it
     before = {each: each.num_seen for each in clients.values()}
     wait_until(lambda: all(each.num_seen >= num + 4 for each, num in before.items()), "all front ends answer")
     return cut_s, joined_s

@@ -383,6 +383,6 @@ def drawn_ms(page: LivePage, name: str) -> float:
         return found
 
     for number in range(20):
-        page.tab.set_viewport_size({"width": WIDE - 20 * (number % 2), "height": 900})
+        page.tab.set_viewport_size({"width": WIDE - 20 * (1 - number % 2), "height": 900})  # it is WIDE at first
         wait_until(lambda number=number: len(times()) > number, "it is drawn again")  # type: ignore[misc]
     return min(times())
