@@ -115,6 +115,13 @@ class WorkerLeft(Call[None]):
     incarnation: Whole
 
 
+class RetiredWorkers(Call[None]):
+    """All workers that this launcher has run and does not start again: they were drained, or are told to. It tells each
+    conductor so when it connects, and after every change; this replaces what it said before on that connection."""
+
+    names: tuple[str, ...]
+
+
 class CountOthers(Call[int]):
     """Return how many workers of that role there are, without the one of that name and without those that leave."""
 

@@ -7,7 +7,7 @@ conductor asks for a change in its answer to a worker's report; the worker then 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import NamedTuple
 
 from moonpool.base.cluster import AssignedRole, CountOthers, WorkerInfo, WorkerLeft, WorkerRole
@@ -39,6 +39,7 @@ class RoleAssignments:
         self._told: dict[str, int] = {}  # workers that were told to leave, with the incarnation that was told
         self.leaving: dict[str, WorkerInfo] = {}  # workers that drain, by what they say themselves
         self.left: set[str] = set()  # workers that were drained and have ended
+        self.retired: dict[Hashable, tuple[str, ...]] = {}  # by launcher: its workers that it does not start again
         self.num_moved = 0  # by the rule
 
     def assign(self, name: str, role: WorkerRole | None, workers: Collection[Registration]) -> None:
@@ -96,6 +97,15 @@ class RoleAssignments:
         if self.leaving.get(info.name) is info:
             del self.leaving[info.name]
             self.left.add(info.name)
+
+    def launcher_gone(self, launcher: Hashable) -> None:
+        """Record that the launcher is not connected any more. A worker that the next one starts registers again."""
+        self.left.update(self.retired.pop(launcher))
+
+    def all_left(self) -> set[str]:
+        """Return the workers that have left or are not started again. None of them is missing, however it has ended and
+        whether or not this conductor has heard of its drain."""
+        return self.left.union(*self.retired.values())
 
     def worker_lost(self, info: WorkerInfo) -> None:
         """Record that a worker is not connected any more. One that was told to leave was killed before it began to; if

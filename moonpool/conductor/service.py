@@ -21,6 +21,7 @@ from moonpool.base.cluster import (
     CountOthers,
     RegisterWorker,
     ReportWorker,
+    RetiredWorkers,
     WorkerInfo,
     WorkerLeft,
 )
@@ -148,6 +149,7 @@ class Conductor:
             SetRole: self._set_role,
             DrainWorker: self._drain_worker,
             WorkerLeft: self._worker_left,
+            RetiredWorkers: self._retired_workers,
             CountOthers: lambda call, peer: self._state.roles.count_others(call, self._state.workers),
             Records: self._keeper.find,
             RecordRows: self._keeper.rows,
@@ -208,6 +210,12 @@ class Conductor:
     def _worker_left(self, call: WorkerLeft, peer: RpcPeer) -> None:
         self._state.roles.worker_left(call, self._state.workers)
 
+    def _retired_workers(self, call: RetiredWorkers, peer: RpcPeer) -> None:
+        roles = self._state.roles
+        is_first, roles.retired[peer] = peer not in roles.retired, call.names
+        if is_first:
+            peer.on_close(lambda: roles.launcher_gone(peer))
+
     def _route(self, call: Route, peer: RpcPeer) -> Decision | Awaitable[Decision]:
         if peer not in self._front_ends:
             self._front_ends.add(peer)
@@ -253,7 +261,7 @@ class Conductor:
             predictions=self._state.predictions(),
             fetch_or_compute=self._state.fetch_or_compute(),
             leaving=tuple(self._state.roles.leaving.values()),
-            left=tuple(sorted(self._state.roles.left)),
+            left=tuple(sorted(self._state.roles.all_left())),
             refused={cause.value: count for cause, count in self._state.refused.items()},
             num_open=self._state.num_open,
             ttft_slo_s=self.config.policy.ttft_slo_s,

@@ -1,9 +1,11 @@
 """A running launcher takes orders here: `moonpool scale` asks over a socket in the run directory, which only its user
-can open; with `serve --tour` the front ends ask, too."""
+can open; with `serve --tour` the front ends ask, too. The launcher tells all conductors which workers it does not start
+again, so that /health misses none of them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moonpool.base.address import split_addresses
-from moonpool.base.cluster import CONDUCTOR_SERVICE, LAUNCHER_SERVICE, REQUEST_LIMITS, WorkerRole
+from moonpool.base.backoff import Backoff
+from moonpool.base.cluster import CONDUCTOR_SERVICE, LAUNCHER_SERVICE, REQUEST_LIMITS, RetiredWorkers, WorkerRole
 from moonpool.base.errors import ConfigError, InvalidInput, Unavailable
 from moonpool.base.rpc import AsyncClient, Call, RpcPeer, RpcServer
+from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.base.run_dirs import LAUNCHER, socket_address
 from moonpool.conductor.messages import DrainWorker, Status
 from moonpool.engine.config import gpu_index
@@ -30,8 +34,10 @@ from moonpool.launch.scaling import plan_scale
 from moonpool.launch.supervisor import State
 from moonpool.launch.tour import TourControl
 
+_LOG = logging.getLogger(__name__)
 _R = TypeVar("_R")
 _ASK_S = 5.0
+_RECONNECT_S = 0.2
 _WORKER, _FRONTEND = "worker", "frontend"  # commands of roles
 
 
@@ -70,6 +76,7 @@ class ControlServer:
         self._launcher, self._maker = launcher, maker
         self._require_memory = require or require_memory
         self._busy = asyncio.Lock()
+        self._telling: list[asyncio.Task[None]] = []
         handlers: dict[type[Call[Any]], Callable[[Any, RpcPeer], Any]] = {
             Scale: self._scale,
             ListWorkers: self._list_workers,
@@ -80,10 +87,35 @@ class ControlServer:
         self._server = RpcServer(LAUNCHER_SERVICE, handlers, name=LAUNCHER, incarnation=time.time_ns())
 
     async def start(self) -> str:
+        conductors = split_addresses(self._maker.wiring.conductor)
+        self._telling = [asyncio.create_task(self._keep_telling(each), name="retired workers") for each in conductors]
         return await self._server.listen(socket_address(self._maker.run_dir, LAUNCHER))
 
     async def close(self) -> None:
+        for task in self._telling:
+            task.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
         await self._server.close()
+
+    async def _keep_telling(self, conductor: str) -> None:
+        """Tell that conductor which workers are not started again, also after its restart, until cancelled."""
+        client = ReconnectingClient(
+            conductor,
+            CONDUCTOR_SERVICE,
+            [self._tell_retired],
+            name=LAUNCHER,
+            backoff=Backoff(_RECONNECT_S, _RECONNECT_S),
+            on_lost=lambda error, was_connected: _LOG.debug("%s hears of no retired workers: %s", conductor, error),
+            silence_limits=REQUEST_LIMITS,
+        )
+        with closing(client):
+            await client.run()
+
+    async def _tell_retired(self, conductor: AsyncClient) -> None:
+        while True:
+            change = self._launcher.retirement
+            await conductor.call(RetiredWorkers(names=self._launcher.retired(_WORKER)), timeout_s=_ASK_S)
+            await change.wait()
 
     def _list_workers(self, call: ListWorkers, peer: RpcPeer) -> list[WorkerProcess]:
         launcher = self._launcher

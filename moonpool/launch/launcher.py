@@ -114,6 +114,7 @@ class Launcher:
         self._worker_template, self._template = Template(), Template()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changes: dict[str, bool] = {}  # added (True) and retired roles of which the supervisor hears next
+        self.retirement = asyncio.Event()  # set, and replaced by another one, when retired() has changed
 
     @property
     def is_serving(self) -> bool:
@@ -127,6 +128,10 @@ class Launcher:
     def roles(self, command: str) -> list[Role]:
         """Return the roles of that command that are meant to run."""
         return [role for role in self._roles.values() if role.command == command and self._is_meant(role.name)]
+
+    def retired(self, command: str) -> tuple[str, ...]:
+        """Return the roles of that command that have run and are not started again after their end."""
+        return tuple(name for name in self.known(command) if not self._is_meant(name))
 
     def _is_meant(self, name: str) -> bool:
         return self._changes.get(name, not self._supervisor.is_retired(name))
@@ -142,13 +147,20 @@ class Launcher:
         """Start one more role, soon. No role of its name may run."""
         assert self.state_of(role.name) is State.GONE, f"{role.name} runs"
         self._roles[role.name] = role
-        self._changes[role.name] = True
-        self._events.put_nowait(Added(role))
+        self._change(role.name, Added(role), True)
 
     def retire(self, name: str, *, at_once: bool) -> None:
         """Do not start the role again after its end. With `at_once` it ends now; otherwise it was told to drain."""
-        self._changes[name] = False
-        self._events.put_nowait(Retired(name, at_once))
+        self._change(name, Retired(name, at_once), False)
+
+    def _change(self, name: str, event: Event, is_meant: bool) -> None:
+        self._changes[name] = is_meant
+        self._events.put_nowait(event)
+        self._say_retired()
+
+    def _say_retired(self) -> None:
+        self.retirement.set()
+        self.retirement = asyncio.Event()
 
     def kill(self, name: str) -> None:
         """Kill the role's process as a crash would; it is started again."""
@@ -193,6 +205,8 @@ class Launcher:
                 self._do(action)
             if self._supervisor.stopping and not was_stopping:
                 say("stopping")
+            if isinstance(event, Exited) and event.left:
+                self._say_retired()
             event = await self._next_event()
 
     async def _next_event(self) -> Event:

@@ -3,6 +3,7 @@ lost or different."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -16,7 +17,9 @@ from forked_cli import Command
 from random_model import token_prompt
 from waiting import HANG_S, wait_until
 
-from moonpool.base.cluster import WorkerRole
+from moonpool.base.cluster import CONDUCTOR_SERVICE, WorkerRole
+from moonpool.base.errors import MoonpoolError
+from moonpool.conductor.messages import Status
 from moonpool.store.messages import Tier
 
 
@@ -48,6 +51,13 @@ def pid_of(service: Service, name: str) -> int | None:
 
 def is_running(service: Service, name: str) -> bool:
     return pid_of(service, name) is not None
+
+
+def left(service: Service, conductor: str) -> set[str]:
+    """Return the workers that have left, as that conductor knows them; none while it starts."""
+    with contextlib.suppress(MoonpoolError):
+        return set(service.ask(service.address(conductor), CONDUCTOR_SERVICE, Status()).left)
+    return set()
 
 
 def metric(service: Service, name: str) -> float:
@@ -95,6 +105,8 @@ def test_a_worker_is_drained_while_it_answers(two_of_all: Service, drain: Comman
     assert max(pauses_s) < longest_pause_s
     assert not is_running(two_of_all, "decode-1")
     assert health(two_of_all) == {"status": "ok", "missing": []}, "nobody misses a worker that was drained"
+    two_of_all.role("conductor-1").kill()
+    wait_until(lambda: left(two_of_all, "conductor-1") == {"decode-1"}, "one that starts again is told what has left")
 
 
 def test_what_is_refused(two_of_all: Service, drain: Command) -> None:
@@ -143,6 +155,8 @@ def test_the_service_shrinks_and_what_left_does_not_come_back(two_of_all: Servic
     wait_until(lambda: not is_running(two_of_all, "prefill-2"), "it has ended")
     assert not is_running(two_of_all, "decode-1")
     wait_until(lambda: health(two_of_all) == {"status": "ok", "missing": []}, "no role is missing")
+    for conductor in ("conductor", "conductor-1"):
+        assert left(two_of_all, conductor) == {"prefill-2", "decode-1"}, "each knows, whichever has told them to leave"
 
 
 def test_a_node_is_drained_and_stopped_without_loss(two_of_all: Service, drain: Command) -> None:
