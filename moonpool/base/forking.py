@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,20 +19,29 @@ _PR_SET_CHILD_SUBREAPER = 36
 SPACE_FOR_COMMAND_LINE = " " * 4096
 
 
+_num_adopting = 0  # how many threads are inside adopting(): the setting is the whole process's
+_adopting_lock = threading.Lock()
+
+
 @contextmanager
 def adopting() -> Iterator[None]:
-    """Meanwhile a process below this one whose parent ends becomes a child of this one."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def adopt(wanted: int) -> None:
-        if libc.prctl(_PR_SET_CHILD_SUBREAPER, wanted, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "cannot adopt processes")
-
-    adopt(1)
+    """Meanwhile a process below this one whose parent ends becomes a child of this one. Several threads may do this at
+    once."""
+    _count_adopting(1)
     try:
         yield
     finally:
-        adopt(0)
+        _count_adopting(-1)
+
+
+def _count_adopting(change: int) -> None:
+    global _num_adopting
+    libc = ctypes.CDLL(None, use_errno=True)
+    with _adopting_lock:
+        wanted = _num_adopting + change
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(wanted > 0), 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "cannot adopt processes")
+        _num_adopting = wanted
 
 
 def fork_to_adopt() -> int | None:

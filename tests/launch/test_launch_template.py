@@ -7,8 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,14 +31,25 @@ def template() -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
         assert process.wait(HANG_S) == 0, "it ends when the launcher does"
 
 
-def forked(there: socket.socket, order: bytes) -> tuple[int, bytes, bytes]:
+@contextmanager
+def adopting_while_another_thread_stops() -> Iterator[None]:
+    """Two templates fork at the same time, and the first is done before the second has begun."""
+    with ExitStack() as stack:
+        with adopting():
+            stack.enter_context(adopting())
+        yield
+
+
+def forked(
+    there: socket.socket, order: bytes, adopted: Callable[[], AbstractContextManager[None]] = adopting
+) -> tuple[int, bytes, bytes]:
     """Return how a conductor ends that gets this order, what it prints, and what it reports."""
     (order_fd, to_order), (output, to_output), (ready, to_ready), (lifeline, hold) = (os.pipe() for _ in range(4))
     socket.send_fds(there, [b"conductor"], [order_fd, to_output, to_ready, lifeline])
     for fd in (order_fd, to_output, to_ready, lifeline):
         os.close(fd)
     assert there.recv(64) == b"loaded"
-    with adopting():
+    with adopted():
         there.send(b"fork")
         pid = int(there.recv(64))
     os.write(to_order, order)
@@ -65,6 +76,13 @@ def test_a_forked_role_has_its_own_arguments_environment_and_output() -> None:
         code, printed, _ = forked(there, order(MOONPOOL_LOG_LEVEL="LOUD"))
         assert code in (1, 2)
         assert b"LOUD" in printed
+
+
+def test_roles_forked_from_two_templates_at_once_are_both_adopted() -> None:
+    with template() as (_, there):
+        code, printed, _ = forked(there, order("--help"), adopting_while_another_thread_stops)
+        assert code == 0
+        assert b"--policy-name" in printed
 
 
 def test_a_process_that_the_launcher_does_not_know_of_ends() -> None:
