@@ -6,10 +6,14 @@ the address is parsed, because it is passed on to processes with other working d
 Unix sockets are private to the user who made them, and to root. There are two checks, because either may be left open
 by mistake: the socket's mode is 0600 before it listens, whatever the umask; and the peer's user, as the kernel reports
 it (SO_PEERCRED), is checked, whatever the mode.
+
+A socket whose file was removed still listens, and no process can reach it any more. So a process keeps the paths of its
+sockets here, and looks for its files (base/process.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -32,6 +36,41 @@ def split_addresses(text: str) -> tuple[str, ...]:
     for each in found:
         parse_address(each)
     return found
+
+
+_own_sockets: dict[str, tuple[int, int]] = {}  # device and inode by path, of the sockets at which this process listens
+
+
+def add_own_socket(path: str) -> None:
+    """Remember that this process listens at the path. Raise OSError if there is no file."""
+    _own_sockets[path] = _identity(path)
+
+
+def remove_own_socket(path: str) -> None:
+    """Forget the socket, and remove its file unless it is another one by now. Idempotent."""
+    identity = _own_sockets.pop(path, None)
+    with contextlib.suppress(FileNotFoundError):
+        if identity is not None and _identity(path) == identity:
+            os.unlink(path)
+
+
+def own_sockets_lost() -> list[str]:
+    """Return the paths of those of this process's sockets whose files were removed or replaced."""
+    return [path for path, identity in list(_own_sockets.items()) if not _is_there(path, identity)]
+
+
+def _is_there(path: str, identity: tuple[int, int]) -> bool:
+    try:
+        return _identity(path) == identity
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # it may be there
+        return True
+
+
+def _identity(path: str) -> tuple[int, int]:
+    info = os.lstat(path)
+    return info.st_dev, info.st_ino
 
 
 def bind_private(path: str) -> socket.socket:

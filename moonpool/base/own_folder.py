@@ -7,9 +7,11 @@ taken is stale.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 import weakref
@@ -34,7 +36,35 @@ class OwnFolder:
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
+        self._own(fd)
+
+    def _own(self, fd: int) -> None:
+        self._lock_fd = fd
         self._remove = weakref.finalize(self, _remove, self.path, fd, os.getpid())
+
+    def own_again(self) -> bool:
+        """Make the folder again if it, or the lock in it, was removed. Return whether it was. Raise OSError: also if a
+        folder is there now that another user, or another process, owns."""
+        if self._is_locked():
+            return False
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        info = self.path.lstat()
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "another user has made it", str(self.path))
+        if is_owned(self.path):
+            raise FileExistsError(errno.EEXIST, "another process has made it", str(self.path))
+        self.path.chmod(0o700)
+        fd = _make_lock(self.path)
+        self._remove.detach()
+        os.close(self._lock_fd)
+        self._own(fd)
+        return True
+
+    def _is_locked(self) -> bool:
+        try:
+            return os.path.samestat((self.path / _LOCK).lstat(), os.fstat(self._lock_fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def close(self) -> None:
         """Remove the folder. Idempotent."""

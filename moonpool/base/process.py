@@ -3,8 +3,12 @@
 A role tells its parent one JSON line on an inherited descriptor (`--ready-fd`): {"ready": address} once it serves,
 or {"error": message} when it cannot. SIGTERM and SIGINT close it gracefully; a close that takes longer than
 CLOSE_TIMEOUT_S is cut short. Exit codes: 0 stopped as asked, 1 it could not start or lacked memory (a reason was
-given), 3 a child of a launcher was drained and must not be started again, 70 a bug. A role that was started by hand,
-without such a descriptor, logs one line when it is ready.
+given), 3 a child of a launcher was drained and must not be started again, 4 a socket of a launcher's child was removed,
+70 a bug. A role that was started by hand, without such a descriptor, logs one line when it is ready.
+
+Sockets: a process whose Unix socket was removed, or replaced by another one, can be reached by no new client. It says
+so within LOOK_S. A child of a launcher then ends, and is started again with a new socket, as soon as the folder for
+that is there: the launcher makes its run directory again.
 
 Lifeline: children end when the process that started them is gone, even after `kill -9`. The parent keeps the write end
 of a pipe that no other process gets; every child inherits the read end, and a small thread of the child waits on it.
@@ -26,13 +30,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 import uvloop
 
 from moonpool import __version__
-from moonpool.base.errors import ConfigError, Internal, MoonpoolError
+from moonpool.base.address import own_sockets_lost
+from moonpool.base.errors import ConfigError, Internal, MoonpoolError, Unavailable
 from moonpool.base.limits import memory_shortage
 from moonpool.base.log import setup_logging
 
@@ -43,6 +48,8 @@ CLOSE_TIMEOUT_S = 3.0
 DRAIN_S = 30.0  # after SIGTERM, for a role that was started by hand; what Kubernetes waits by default
 EXIT_FAILED = 1
 EXIT_DRAINED = 3
+EXIT_UNREACHABLE = 4
+LOOK_S = 1.0  # between looks for the files of this process's sockets
 EXIT_BUG = 70
 _MAX_REASON = 2000  # characters
 # Objects made since the last collection before there is another one, of about 1 ms; of these before one of older
@@ -186,7 +193,10 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig, what: st
         print(f"moonpool {role}: {error}", file=sys.stderr)
         return EXIT_FAILED
     try:
-        has_left = uvloop.run(_serve(make, ready, what, config.drain_timeout_s))
+        has_left = uvloop.run(_serve(make, ready, what, config))
+    except _SocketLost as error:
+        print(f"moonpool {role}: {error}", file=sys.stderr)
+        return EXIT_UNREACHABLE
     except Exception as error:  # noqa: BLE001 - a bug too must reach the process that waits for this one
         reason = str(error) if isinstance(error, MoonpoolError) else memory_shortage(error)
         if reason is None:
@@ -197,6 +207,10 @@ def _run(role: str, make: Callable[[], Service], config: ProcessConfig, what: st
             print(f"moonpool {role}: {reason}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_DRAINED if has_left and config.ready_fd is not None else 0
+
+
+class _SocketLost(Unavailable):
+    """A socket of this process was removed or replaced, and its launcher can start it again with a new one."""
 
 
 class _StopSignals:
@@ -213,7 +227,7 @@ class _StopSignals:
         self.stop.set()
 
 
-async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str, drain_s: float) -> bool:
+async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str, config: ProcessConfig) -> bool:
     """Run the service until it is told to stop, by a signal or by a call. Return whether a call told it to leave."""
     # May import for seconds; until the handlers below are set, a signal ends the process at once.
     service, has_left = make(), False
@@ -227,9 +241,10 @@ async def _serve(make: Callable[[], Service], ready: _ReadyPipe, what: str, drai
             if not ready.send(ReadyReport(ready=address or "")):
                 at = f" at {address}" if address else ""
                 _LOG.info("moonpool %s: %s serves%s (process %d)", __version__, what, at, os.getpid())
-            has_left = await _run_until(service, stopping)
-            if isinstance(service, Drained) and drain_s > 0 and not has_left:
-                await _drain(service, signals.at_once, drain_s)
+            reached = loop.create_task(_until_unreachable(is_child=config.ready_fd is not None))
+            has_left = await _run_until(service, stopping, reached)
+            if isinstance(service, Drained) and config.drain_timeout_s > 0 and not has_left:
+                await _drain(service, signals.at_once, config.drain_timeout_s)
     finally:
         stopping.cancel()
         _end_by_force_after(CLOSE_TIMEOUT_S)
@@ -255,12 +270,30 @@ async def _started(service: Service, stopping: asyncio.Task[bool]) -> str | None
     return None
 
 
-async def _run_until(service: Service, stopping: asyncio.Task[bool]) -> bool:
+async def _until_unreachable(*, is_child: bool) -> NoReturn:
+    """Say when a socket of this process was removed. Raise _SocketLost then if a launcher starts this process again."""
+    said: list[str] = []
+    while True:
+        await asyncio.sleep(LOOK_S)
+        lost = own_sockets_lost()
+        for path in lost:
+            if path not in said:
+                _LOG.error("the socket %s was removed or replaced: no new client can reach this process there", path)
+        said = lost
+        if lost and is_child and all(map(_has_folder, lost)):
+            raise _SocketLost(f"its socket {lost[0]} was removed or replaced; it ends, to be started with a new one")
+
+
+def _has_folder(path: str) -> bool:
+    return os.path.isdir(os.path.dirname(path))
+
+
+async def _run_until(service: Service, stopping: asyncio.Task[bool], reached: asyncio.Task[NoReturn]) -> bool:
     """Wait until told to stop, or until the service has left; return whether it has. Raise the error that ended the
-    service if that comes first."""
+    service, or `reached`, if that comes first."""
     waiting = asyncio.ensure_future(service.wait()) if isinstance(service, Watched) else None
     leaving = asyncio.ensure_future(service.left()) if isinstance(service, Leaving) else None
-    others = [task for task in (waiting, leaving) if task is not None]
+    others: list[asyncio.Future[Any]] = [task for task in (waiting, leaving, reached) if task is not None]
     await asyncio.wait([stopping, *others], return_when=asyncio.FIRST_COMPLETED)
     try:
         if stopping.done():
@@ -268,6 +301,8 @@ async def _run_until(service: Service, stopping: asyncio.Task[bool]) -> bool:
         if waiting is not None and waiting.done():
             waiting.result()
             raise Internal("the service ended by itself")
+        if reached.done():
+            reached.result()
         return True
     finally:
         for task in others:

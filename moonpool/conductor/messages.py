@@ -175,7 +175,9 @@ class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
     predictions: tuple[PredictionError, ...] = ()
     fetch_or_compute: FetchOrCompute | None = None  # None without workers
     leaving: tuple[WorkerInfo, ...] = ()  # workers that drain: they get no requests
-    left: tuple[str, ...] = ()  # workers that were told to leave and have ended, or that are not started again: none is missing
+    left: tuple[
+        str, ...
+    ] = ()  # workers that were told to leave and have ended, or that are not started again: none is missing
     refused: dict[str, int] = {}  # requests refused since the conductor started, by cause
     num_open: int = 0  # requests that were sent to workers and have not ended
     ttft_slo_s: float | None = None  # targets; None: there is none

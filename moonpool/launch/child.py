@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 
 from moonpool.base.config import option_name
-from moonpool.base.process import EXIT_DRAINED, Lifeline, ReadyReport
+from moonpool.base.process import EXIT_DRAINED, EXIT_UNREACHABLE, Lifeline, ReadyReport
 from moonpool.launch.role_settings import child_environment
 from moonpool.launch.template import Template
 
@@ -80,6 +80,8 @@ class Child:
         await _end_of(self._pid)
         _, status = os.waitpid(self._pid, 0)  # noqa: ASYNC222 - it has ended
         code = self._status = os.waitstatus_to_exitcode(status)
+        if code == EXIT_UNREACHABLE:
+            return "a socket of it was removed or replaced"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     @property

@@ -89,6 +89,10 @@ class ControlServer:
     async def start(self) -> str:
         conductors = split_addresses(self._maker.wiring.conductor)
         self._telling = [asyncio.create_task(self._keep_telling(each), name="retired workers") for each in conductors]
+        return await self.listen()
+
+    async def listen(self) -> str:
+        """Listen at the socket in the run directory, once more if that was removed."""
         return await self._server.listen(socket_address(self._maker.run_dir, LAUNCHER))
 
     async def close(self) -> None:
@@ -98,7 +102,9 @@ class ControlServer:
         await self._server.close()
 
     async def _keep_telling(self, conductor: str) -> None:
-        """Tell that conductor which workers are not started again, also after its restart, until cancelled."""
+        """Tell that conductor which workers are not started again, once there are any, and after a restart."""
+        while not self._launcher.retired(_WORKER):
+            await self._launcher.retirement.wait()
         client = ReconnectingClient(
             conductor,
             CONDUCTOR_SERVICE,

@@ -100,11 +100,14 @@ class Launcher:
         lifeline: Lifeline,
         on_complete: Callable[[float], None],
         log_dir: Path | None = None,
+        before_start: Callable[[], object] = lambda: None,
     ) -> None:
+        """`before_start` is called before each start of a child; the child is not started if it raises OSError."""
         self._roles = {role.name: role for role in roles}
         self._lifeline = lifeline
         self._on_complete = on_complete
         self._log_dir = log_dir
+        self._before_start = before_start
         self._supervisor = Supervisor(roles)
         # Time in which this process was suspended, and could not read a child's report, does not make the child late.
         self._clock = AttendedClock(2 * _TICK_S)
@@ -242,6 +245,7 @@ class Launcher:
         """Start one child and queue its events: Ready, if it becomes ready, and Exited."""
         name, log_path = role.name, self._log_dir / f"{role.name}.log" if self._log_dir else None
         try:
+            self._before_start()
             await child.start(self._template_of(role), role.command, role.options, self._lifeline, log_path)
         except OSError as error:
             self._progress.ended(name)

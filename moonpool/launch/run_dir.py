@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from moonpool.base.address import UNIX_PATH_NBYTES
@@ -13,11 +14,28 @@ from moonpool.base.run_dirs import PREFIX, base_dir
 _LONGEST_SOCKET_NAME_NBYTES = 32
 
 
-def make_run_dir(base: Path | None = None) -> OwnFolder:
-    """Raise ConfigError if paths of sockets in it would be too long."""
-    base = base or base_dir()
-    made = OwnFolder(PREFIX, base)
-    if len(os.fsencode(made.path)) + _LONGEST_SOCKET_NAME_NBYTES >= UNIX_PATH_NBYTES:
-        made.close()
-        raise ConfigError(f"{made.path} is too long for Unix sockets; set XDG_RUNTIME_DIR or TMPDIR to a short path")
-    return made
+class RunDir(OwnFolder):
+    """Owns the folder, as any OwnFolder, and makes it again if it is removed while the service runs."""
+
+    def __init__(self, base: Path | None = None) -> None:
+        """Raise ConfigError if paths of sockets in it would be too long."""
+        super().__init__(PREFIX, base or base_dir())
+        self._writers: list[Callable[[], None]] = []
+        if len(os.fsencode(self.path)) + _LONGEST_SOCKET_NAME_NBYTES >= UNIX_PATH_NBYTES:
+            self.close()
+            raise ConfigError(
+                f"{self.path} is too long for Unix sockets; set XDG_RUNTIME_DIR or TMPDIR to a short path"
+            )
+
+    def keep(self, write: Callable[[], None]) -> None:
+        """Call `write`, which puts a file into the folder, now and whenever the folder is made again."""
+        write()
+        self._writers.append(write)
+
+    def restore(self) -> bool:
+        """Make the folder and its files again if it is not there any more. Return whether it was. Raise OSError."""
+        if not self.own_again():
+            return False
+        for write in self._writers:
+            write()
+        return True

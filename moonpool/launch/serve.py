@@ -13,13 +13,14 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from moonpool.base.address import host_port
+from moonpool.base.address import host_port, own_sockets_lost
 from moonpool.base.errors import ConfigError, Unavailable
 from moonpool.base.limits import available_cores
 from moonpool.base.log import setup_logging
-from moonpool.base.process import Lifeline
+from moonpool.base.process import LOOK_S, Lifeline
 from moonpool.base.run_dirs import write_state_dir, write_tour_token, write_url
 from moonpool.base.security import Secret
 from moonpool.engine.config import Device
@@ -35,11 +36,11 @@ from moonpool.launch.checks import (
 )
 from moonpool.launch.cluster_file import ClusterFile, ClusterMachine
 from moonpool.launch.control import ControlServer, WorkerMaker
-from moonpool.launch.launcher import Launcher
+from moonpool.launch.launcher import Launcher, say
 from moonpool.launch.machine import MachinePlan
 from moonpool.launch.plan import ServeConfig, one_machine, plan_kv, plan_machine, plan_roles
 from moonpool.launch.role_settings import RoleTables, with_settings
-from moonpool.launch.run_dir import make_run_dir
+from moonpool.launch.run_dir import RunDir
 
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a front end that listens on all addresses
 
@@ -93,11 +94,11 @@ def _run(
     machine = plan_machine(config, num_cores=available_cores(), gpu_kv_nbytes=gpu_kv_nbytes, prefix=prefix)
     for folder in machine.ssd_dirs:
         _own_folder(Path(folder))
-    with make_run_dir() as run_dir, Lifeline() as lifeline:
-        write_state_dir(run_dir, state_dir)
+    with (owned := RunDir()) as run_dir, Lifeline() as lifeline:
+        owned.keep(partial(write_state_dir, run_dir, state_dir))
         tour_token = secrets.token_urlsafe(24) if config.tour else None
         if tour_token is not None:
-            write_tour_token(run_dir, tour_token)
+            owned.keep(partial(write_tour_token, run_dir, tour_token))
         if cluster is not None and place is not None:
             wiring = cluster.wiring(place)
         else:
@@ -106,23 +107,50 @@ def _run(
         roles = [with_settings(role, role_tables, os.environ) for role in planned]
 
         def announce(seconds: float) -> None:
-            _announce(config, machine, run_dir, seconds, tour_token)
+            _announce(config, machine, owned, seconds, tour_token)
 
-        launcher = Launcher(roles, lifeline, announce, log_dir)
+        launcher = Launcher(roles, lifeline, announce, log_dir, partial(_restore, owned))
         maker = WorkerMaker(config, machine, wiring, run_dir, prefix, role_tables)
-        failure = asyncio.run(_supervise(launcher, maker))
+        failure = asyncio.run(_supervise(launcher, maker, owned))
     if failure is not None:
         raise Unavailable(failure)
 
 
-async def _supervise(launcher: Launcher, maker: WorkerMaker) -> str | None:
+async def _supervise(launcher: Launcher, maker: WorkerMaker, folder: RunDir) -> str | None:
     """Run the launcher and take orders for it. Return the reason of a failure; None after a stop signal."""
     control = ControlServer(launcher, maker)
     await control.start()
+    keeping = asyncio.create_task(_keep_run_dir(folder, control), name="run directory")
     try:
         return await launcher.run()
     finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
         await control.close()
+
+
+async def _keep_run_dir(folder: RunDir, control: ControlServer) -> None:
+    """Make the run directory and the launcher's socket in it again when they were removed, until cancelled. Roles look
+    for their own sockets: those that lost one end, and are started again (base/process.py)."""
+    failure = ""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        try:
+            _restore(folder)
+            if own_sockets_lost():
+                await control.listen()
+            failure = ""
+        except (OSError, ConfigError) as error:
+            if str(error) != failure:
+                say(f"{folder.path} was removed and cannot be made again: {error}", "yellow")
+            failure = str(error)
+
+
+def _restore(folder: RunDir) -> None:
+    if folder.restore():
+        say(
+            f"{folder.path} was removed; it is made again, and roles that had sockets in it are started again", "yellow"
+        )
 
 
 def default_state_dir() -> Path:
@@ -141,13 +169,15 @@ def _own_folder(path: Path) -> Path:
     return path.resolve()
 
 
-def _announce(config: ServeConfig, machine: MachinePlan, run_dir: Path, seconds: float, tour_token: str | None) -> None:
+def _announce(
+    config: ServeConfig, machine: MachinePlan, folder: RunDir, seconds: float, tour_token: str | None
+) -> None:
     """Print the URL for the user, and write it where `moonpool chat` finds it."""
     if not machine.frontends:
         print(f"\nMoonpool runs this machine's part (ready after {seconds:.1f} s)\n{machine.describe()}", flush=True)
         return
     host = _HERE.get(config.host, config.host)
-    write_url(run_dir, f"http://{host_port(host, config.port)}")
+    folder.keep(partial(write_url, folder.path, f"http://{host_port(host, config.port)}"))
     url = f"http://{host_port(host, config.port)}/v1"
     body = {
         "model": resolve(config.model).name,

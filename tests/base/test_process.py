@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from waiting import HANG_S, wait_until
 
 from moonpool import __version__
+from moonpool.base.process import EXIT_UNREACHABLE
 
 SCRIPT = """
 import asyncio, sys, time
 from moonpool.base.errors import NoSpace
+from moonpool.base.metrics import GetMetrics
+from moonpool.base.rpc import RpcServer
 from moonpool.base import process
 from moonpool.base.process import ProcessConfig, run_role
 process.CLOSE_TIMEOUT_S = 0.5 if sys.argv[1] == "hangs" else 10.0
@@ -31,9 +36,11 @@ class Service:
         if self.kind == "bug": raise KeyError("oops")
         if self.kind == "memory": raise MemoryError
         if self.kind == "slow": await asyncio.sleep(60)
+        if self.kind.startswith("unix:"):
+            return await RpcServer("testing", {GetMetrics: lambda call, peer: []}).listen(self.kind)
         return "unix:/somewhere"
     async def wait(self):
-        await asyncio.sleep(0 if self.kind == "breaks" else 60)
+        await asyncio.sleep(0 if self.kind == "breaks" else 600)
         raise NoSpace("the disk is full")
     async def drain(self):
         print("drains", flush=True)
@@ -106,6 +113,50 @@ def test_a_service_that_breaks_ends_its_process() -> None:
         assert report(fd) == {"ready": "unix:/somewhere"}
         out, err = process.communicate(timeout=HANG_S)
         assert (process.returncode, out, err) == (1, "closed\n", "moonpool test: the disk is full\n")
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_a_child_whose_socket_is_gone_says_so_and_ends(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "role.sock"
+    with role(f"unix:{path}") as (process, fd):
+        assert report(fd) == {"ready": f"unix:{path}"}
+        path.unlink()
+        if how == "replaced":
+            path.touch()
+        out, err = process.communicate(timeout=HANG_S)
+        assert (process.returncode, out) == (EXIT_UNREACHABLE, "closed\n")
+        assert f"the socket {path} was removed or replaced: no new client can reach this process there" in err
+        assert f"moonpool test: its socket {path} was removed or replaced" in err
+        assert path.exists() == (how == "replaced"), "what another process has put there stays"
+
+
+def test_a_child_serves_on_while_its_socket_could_not_be_made_again(tmp_path: Path) -> None:
+    """Without the folder, a new process could not listen either, and the connections that there are still work."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with role(f"unix:{folder}/role.sock") as (process, fd):
+        report(fd)
+        shutil.rmtree(folder)
+        assert process.stderr is not None
+        assert f"the socket {folder}/role.sock was removed" in process.stderr.readline()
+        assert process.poll() is None
+        folder.mkdir()
+        process.communicate(timeout=HANG_S)
+        assert process.returncode == EXIT_UNREACHABLE
+
+
+def test_a_role_started_by_hand_says_that_its_socket_is_gone_and_serves_on(tmp_path: Path) -> None:
+    path = tmp_path / "role.sock"
+    words = [sys.executable, "-c", SCRIPT, f"unix:{path}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert "serves at" in process.stderr.readline()
+            path.unlink()
+            assert f"the socket {path} was removed" in process.stderr.readline()
+            assert process.poll() is None, "no launcher would start it again"
+        finally:
+            process.kill()
 
 
 def test_a_stop_during_the_start_is_obeyed() -> None:

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 from moonpool.base.backoff import Backoff
 from moonpool.base.errors import MoonpoolError, NotFound, PeerLost
-from moonpool.base.rpc import AsyncClient, Call, RpcServer
+from moonpool.base.rpc import AsyncClient, Call, RpcServer, reconnect
 from moonpool.base.rpc.reconnect import ReconnectingClient
 
 
@@ -118,6 +118,36 @@ async def test_an_outage_is_told_and_ends_with_a_connection(server: tuple[RpcSer
         await again.listen(server[1])
         await owner.connected()
     await again.close()
+
+
+async def test_the_log_names_a_socket_that_cannot_be_reached_once(
+    server: tuple[RpcServer, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reconnect, "SAY_AFTER_S", 0.0)
+    caplog.set_level("INFO")
+    owner = Owner(server[1])
+    await server[0].close()
+    async with running(owner):
+        await until(lambda: len(owner.lost) >= 3, "it has tried three times")
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said == f"t: no connection to service testing: {server[1]}: No such file or directory; it is tried again"
+        again = RpcServer("testing", {Echo: lambda call, peer: call.number})
+        await again.listen(server[1])
+        await owner.connected()
+        assert caplog.messages[1].startswith(f"t: connected to {server[1]} after ")
+        await again.close()
+        await until(lambda: len(caplog.messages) == 3, "the next outage is named, too")
+
+
+async def test_what_is_back_soon_is_not_worth_a_line(
+    server: tuple[RpcServer, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reconnect, "SAY_AFTER_S", 600.0)
+    owner = Owner(server[1])
+    await server[0].close()
+    async with running(owner):
+        await until(lambda: len(owner.lost) >= 3, "it has tried three times")
+    assert caplog.messages == []
 
 
 async def test_a_bug_ends_it(server: tuple[RpcServer, str]) -> None:

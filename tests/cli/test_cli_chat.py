@@ -18,7 +18,7 @@ import pytest
 from waiting import HANG_S
 
 from moonpool.base.run_dirs import write_url
-from moonpool.launch.run_dir import make_run_dir
+from moonpool.launch.run_dir import RunDir
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -126,7 +126,7 @@ def running_services(*urls: str) -> Iterator[dict[str, str]]:
     with ExitStack() as stack:
         base = stack.enter_context(tempfile.TemporaryDirectory(prefix="mp-"))
         for url in urls:
-            write_url(stack.enter_context(make_run_dir(Path(base))), url)
+            write_url(stack.enter_context(RunDir(Path(base))), url)
         yield {**os.environ, "XDG_RUNTIME_DIR": base}
 
 

@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from e2e_service import Service
 from forked_cli import Command
@@ -41,16 +40,8 @@ def health(service: Service) -> dict[str, Any]:
     return dict(httpx.get(f"{service.url}/health", timeout=HANG_S).json())
 
 
-def pid_of(service: Service, name: str) -> int | None:
-    """None while no process has that role: one that was killed may go between two looks."""
-    try:
-        return int(service.role(name).pid)
-    except (AssertionError, psutil.NoSuchProcess):
-        return None
-
-
 def is_running(service: Service, name: str) -> bool:
-    return pid_of(service, name) is not None
+    return service.role_pid(name) is not None
 
 
 def left(service: Service, conductor: str) -> set[str]:
@@ -179,8 +170,8 @@ def test_a_node_is_drained_and_stopped_without_loss(two_of_all: Service, drain: 
         last = drain("node")
         assert last.returncode == 1
         assert "node is the only node that takes objects" in last.stderr
-        before = pid_of(two_of_all, "node-1")
+        before = two_of_all.role_pid("node-1")
         two_of_all.role("node-1").kill()
-        wait_until(lambda: pid_of(two_of_all, "node-1") not in (None, before), "it is back")
+        wait_until(lambda: two_of_all.role_pid("node-1") not in (None, before), "it is back")
         assert {key: store.get(key) for key in values} == values
         wait_until(lambda: all(each.status == "ok" for each in store.stats().segments), "it takes objects again")

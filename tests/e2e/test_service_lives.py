@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -17,6 +19,7 @@ from random_model import small_model, token_prompt
 from waiting import HANG_S, wait_until
 
 from moonpool.base.rpc import AsyncClient
+from moonpool.base.run_dirs import live_run_dirs, read_url
 from moonpool.store.messages import SERVICE as STORE
 from moonpool.store.messages import Subscribe
 
@@ -52,6 +55,7 @@ def test_two_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path, "-c", str(file)) as service:
         # The tenants' secrets are on disk: the same text leads to the same blocks, under the same keys.
         assert keys_of_a_text(service) == first_keys
+        check_it_survives_the_loss_of_its_run_directory(service)
         family = service.family()
         service.process.kill()
         _, alive = psutil.wait_procs(family, timeout=HANG_S)
@@ -107,6 +111,30 @@ def stored_keys(service: Service) -> set[bytes]:
         return keys
 
     return asyncio.run(read())
+
+
+def check_it_survives_the_loss_of_its_run_directory(service: Service) -> None:
+    """The directory is removed, and a worker dies. The new worker could reach no other role; all are started again with
+    new sockets, and the same request is answered as before."""
+    prompt = token_prompt(200, seed=3)
+    before, run_dir = service.generate(prompt).tokens, service.run_dir
+    shutil.rmtree(run_dir)
+    service.role("prefill-0").kill()
+    lines = [f"{run_dir} was removed; it is made again"]
+    for role, socket in (("master", "master.sock"), ("node", "node.sess"), ("conductor", "conductor.sock")):
+        lines.append(f"the socket {run_dir / socket} was removed or replaced")
+        lines.append(f"{role} ended (a socket of it was removed or replaced); starting it again in 0.2 s")
+    for line in lines:
+        wait_until(lambda line=line: line in service.log(), line)  # type: ignore[misc]
+    wait_until(lambda: service.role_pid("conductor"), "the conductor is started again")
+    wait_until(lambda: health(service)["missing"] == [], "all roles are back")
+    assert service.generate(prompt).tokens == before
+    assert run_dir in live_run_dirs(run_dir.parent)
+    assert read_url(run_dir) == service.url
+
+
+def health(service: Service) -> dict[str, Any]:
+    return dict(httpx.get(f"{service.url}/health", timeout=HANG_S).json())
 
 
 def check_ctrl_c_leaves_nothing_behind(service: Service) -> None:

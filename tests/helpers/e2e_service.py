@@ -144,6 +144,13 @@ class Service:
                     return process
         raise AssertionError(f"no process is {name}")
 
+    def role_pid(self, name: str) -> int | None:
+        """None while no process has that role: one that was killed may go between two looks."""
+        try:
+            return int(self.role(name).pid)
+        except (AssertionError, psutil.NoSuchProcess):
+            return None
+
     @functools.cached_property
     def run_dir(self) -> Path:
         """The folder of its sockets; it stays the same when a role is killed and started again."""

@@ -139,6 +139,21 @@ def test_a_killed_child_comes_back_at_the_same_address(folder: Path) -> None:
         assert "second ended (killed by SIGKILL); starting it again in 0.2 s" in err
 
 
+def test_a_child_whose_socket_was_removed_comes_back_with_a_new_one(folder: Path) -> None:
+    address, path = f"unix:{folder}/second.sock", folder / "second.sock"
+    with launched(folder, address) as launcher:
+        wait_complete(launcher)
+        before, other = incarnation(address), incarnation(f"unix:{folder}/first.sock")
+        assert before is not None
+        path.unlink()
+        wait_until(lambda: path.exists() and (incarnation(address) or before) > before, "it is back at its address")
+        assert incarnation(f"unix:{folder}/first.sock") == other, "the other one goes on"
+        launcher.terminate()
+        _, err = launcher.communicate(timeout=HANG_S)
+        assert "second ended (a socket of it was removed or replaced); starting it again in 0.2 s" in err
+        assert f"the socket {path} was removed or replaced" in (folder / "second.log").read_text()
+
+
 def test_a_role_comes_back_although_what_it_was_forked_from_is_dead(folder: Path) -> None:
     address = f"unix:{folder}/second.sock"
     with launched(folder, address) as launcher:

@@ -21,7 +21,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
-from moonpool.base.address import Address, bind_private, is_own_user, parse_address, peer_pid
+from moonpool.base.address import (
+    Address,
+    add_own_socket,
+    bind_private,
+    is_own_user,
+    parse_address,
+    peer_pid,
+    remove_own_socket,
+)
 from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError
 from moonpool.base.frames import (
     MAX_BODY_NBYTES,
@@ -87,6 +95,7 @@ class RpcServer:
                 server = await loop.create_unix_server(
                     lambda: RpcPeer(self), sock=bind_private(at.path), backlog=_BACKLOG
                 )
+                add_own_socket(at.path)
                 self._paths.append(at.path)
             else:
                 server = await loop.create_server(lambda: RpcPeer(self), at.host, at.port, backlog=_BACKLOG)
@@ -115,8 +124,7 @@ class RpcServer:
         await asyncio.gather(*tasks, *(peer.ended.wait() for peer in peers), return_exceptions=True)
         self.large_frames.close()
         for path in self._paths:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            remove_own_socket(path)
         self._servers.clear()
         self._paths.clear()
 

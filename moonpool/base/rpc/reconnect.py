@@ -1,8 +1,13 @@
-"""A connection that is made again whenever it is lost, and the tasks that run on it."""
+"""A connection that is made again whenever it is lost, and the tasks that run on it.
+
+While no connection can be made, the log says so once, after SAY_AFTER_S, and names the address.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -13,6 +18,8 @@ from moonpool.base.rpc.protocol import Call
 from moonpool.base.rpc.silence import DEFAULT_SILENCE_LIMITS, SilenceLimits
 
 _GRACE_S = 1.0
+SAY_AFTER_S = 1.0  # a server that is started again, or at the same time as this process, is there before that
+_LOG = logging.getLogger(__name__)
 
 R = TypeVar("R")
 Duty = Callable[[AsyncClient], Awaitable[None]]
@@ -46,6 +53,8 @@ class ReconnectingClient:
         self._on_lost = on_lost
         self._client: AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._away_since_s: float | None = None  # since when connections fail
+        self._has_said = False
 
     @property
     def client(self) -> AsyncClient | None:
@@ -65,11 +74,14 @@ class ReconnectingClient:
                     incarnation=self._incarnation,
                     silence_limits=self._silence_limits,
                 )
+                self._reached()
                 # In a task of its own: a task group cancels its task, and `task` is cancelled by its owner only.
                 await asyncio.create_task(self._run_duties(self._client))
             except MoonpoolError as error:
                 if task is not None and task.cancelling():  # a duty failed while it was being cancelled
                     raise asyncio.CancelledError from error
+                if self._client is None:
+                    self._not_reached(error)
                 self._on_lost(error, self._client is not None)
             self.close()
             await asyncio.sleep(self.backoff.next_s())
@@ -89,6 +101,20 @@ class ReconnectingClient:
             return future.result(timeout_s + _GRACE_S)
         except TimeoutError as error:  # the loop is busy, or was stopped
             raise DeadlineExceeded(f"{self._address} was not asked in time") from error
+
+    def _not_reached(self, error: MoonpoolError) -> None:
+        now_s = time.monotonic()
+        if self._away_since_s is None:
+            self._away_since_s = now_s
+        if not self._has_said and now_s - self._away_since_s >= SAY_AFTER_S:
+            self._has_said = True
+            _LOG.warning("%s: no connection to service %s: %s; it is tried again", self._name, self._service, error)
+
+    def _reached(self) -> None:
+        if self._has_said and self._away_since_s is not None:
+            away_s = time.monotonic() - self._away_since_s
+            _LOG.info("%s: connected to %s after %.1f s", self._name, self._address, away_s)
+        self._away_since_s, self._has_said = None, False
 
     async def _run_duties(self, client: AsyncClient) -> None:
         try:

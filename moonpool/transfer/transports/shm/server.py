@@ -8,6 +8,7 @@ owner lives and serves the segment. Control calls (transfer/control.py) are take
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import selectors
@@ -17,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from moonpool.base.address import bind_private, is_own_user
+from moonpool.base.address import add_own_socket, bind_private, is_own_user, remove_own_socket
 from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, ProtocolError
 from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind
 from moonpool.base.rpc.protocol import Call, CallDecoder, encode_error, encode_value
@@ -27,6 +28,7 @@ from moonpool.transfer.transports.sockets import hang_up
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
 _ACCEPT_PAUSE_S = 0.05
+PREFIX, SUFFIX, _UNNAMED = "shm-", ".sock", ".new"  # of the sockets' names
 _MAX_REQUEST_NBYTES = HEADER_NBYTES + 64 * 1024  # on one connection, in all
 
 
@@ -84,8 +86,7 @@ class ShmServer:
         self._closed.set()
         self._wake.close()
         self._thread.join(_JOIN_TIMEOUT_S)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+        remove_own_socket(self._path)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector, self._listener, self._woken:
@@ -180,12 +181,37 @@ def _decode(kind: FrameKind, body: bytes) -> Call[Any]:
 
 
 def _listen(path: str) -> socket.socket:
-    """A listening socket that only this user may open."""
-    listener = bind_private(path)
+    """A listening socket that only this user may open. It gets its name when it listens: a named socket that refuses a
+    connection is that of a process that has ended."""
+    unnamed = path.removesuffix(SUFFIX) + _UNNAMED
+    listener = bind_private(unnamed)
     try:
         listener.listen(128)
         listener.setblocking(False)
+        os.rename(unnamed, path)
+        add_own_socket(path)
     except OSError:
         listener.close()
         raise
     return listener
+
+
+def sweep_sockets(run_dir: str) -> list[str]:
+    """Remove the sockets of owners that were killed. Return their paths."""
+    dead = [path for path in glob.glob(os.path.join(glob.escape(run_dir), f"{PREFIX}*{SUFFIX}")) if _is_dead(path)]
+    for path in dead:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    return dead
+
+
+def _is_dead(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a queue that is full belongs to a living process
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False

@@ -24,7 +24,7 @@ from moonpool.transfer.memory.location import host_id
 from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
-from moonpool.transfer.transports.shm.server import AskSegment, ShmServer
+from moonpool.transfer.transports.shm.server import PREFIX, SUFFIX, AskSegment, ShmServer, sweep_sockets
 from moonpool.transfer.transports.sockets import PeerErrors, connect_unix, receive_exactly, receive_with_fds, send_all
 from moonpool.transfer.transports.tcp.frames import MAX_ANSWER_NBYTES
 
@@ -72,7 +72,9 @@ class ShmTransport(Transport):
         self, run_dir: str, *, control: ControlHandler | None = None, max_connections: int = MAX_CONNECTIONS
     ) -> None:
         os.makedirs(run_dir, mode=0o700, exist_ok=True)
-        path = os.path.join(os.path.abspath(run_dir), f"shm-{os.getpid()}-{uuid.uuid4().hex[:8]}.sock")
+        sweep_sockets(run_dir)
+        name = f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        path = os.path.join(os.path.abspath(run_dir), name)
         self._path = parse_address(f"unix:{path}").path  # refuses a path too long for the kernel
         self.control = control or ControlHandler()
         self._server = ShmServer(self.control, self._path, max_connections=max_connections)
