@@ -27,10 +27,10 @@ from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.disk.alignment import BouncePool
 from moonpool.transfer.memory.buffers import Buffer
 from moonpool.transfer.memory.fence import Fence
-from moonpool.transfer.memory.segment import Segment
+from moonpool.transfer.memory.segment import Borrowed, Segment
 from moonpool.transfer.transports.base import check_bounds
 from moonpool.transfer.transports.sockets import receive_exactly, receive_present, wait_readable
-from moonpool.transfer.transports.tcp.frame_columns import read_run
+from moonpool.transfer.transports.tcp.frame_columns import LEAST_RUN_NBYTES, read_run
 from moonpool.transfer.transports.tcp.frames import (
     REQUEST_NBYTES,
     START_NBYTES,
@@ -42,12 +42,11 @@ from moonpool.transfer.transports.tcp.frames import (
     check_start,
     pack_answer,
     pack_refusal,
-    pack_request,
     pack_response,
     pack_verdict,
     unpack_request,
 )
-from moonpool.transfer.transports.tcp.read_runs import GATHER_NBYTES, answer_run
+from moonpool.transfer.transports.tcp.read_runs import GATHER_NBYTES, answer_together, cut_run
 from moonpool.transfer.transports.tcp.streams import DIRECT_NBYTES, INBOX_NBYTES, PART_NBYTES, Inbox, ResponseQueue
 
 _PART_NBYTES = 1024 * 1024
@@ -130,7 +129,7 @@ class TcpConnection:
             nbytes = request.nbytes if request.op is FrameOp.WRITE else 0
             self._inbox.expect(nbytes)
             self._is_alone = self._is_alone and not self._inbox.nbytes and nbytes < DIRECT_NBYTES
-            if request.op is FrameOp.READ and self._inbox.nbytes:
+            if request.op is FrameOp.READ and self._inbox.nbytes >= LEAST_RUN_NBYTES:
                 self._read_alike(request)
 
     def idle_s(self) -> float:
@@ -204,18 +203,26 @@ class TcpConnection:
             self._outbox.add(pack_verdict(request.request_id, _verdict(fence, request)))
 
     def _read_alike(self, request: Request) -> None:
-        """Answer further READs that came together with this one and are like it; not those that are refused."""
-        raw = pack_request(request)
-        run = read_run(self._inbox.all(), raw)
-        if run is None:
+        """Answer the READs about the same segment that came together with this one. Each head is looked at once."""
+        run = read_run(self._inbox.all(), request)
+        if run is None or not run.request_ids:
             return
+        self._inbox.take(len(run.request_ids) * (REQUEST_NBYTES + len(request.name.encode())))
+        borrowed = self._borrowed(request)
+        for part, together in cut_run(run, borrowed):
+            if borrowed is not None and together:
+                self._outbox.add(answer_together(part, borrowed))
+                continue
+            for number, *place in zip(part.request_ids, *[column.tolist() for column in part[1:]], strict=True):
+                self._read(Request(request.op, number, request.name, request.incarnation, *place))
+
+    def _borrowed(self, request: Request) -> Borrowed | None:
+        """Return the memory that the request is about; None when there is none to show, which _read() tells."""
         try:
-            answers, count = answer_run(run, self._target(request))
-        except MoonpoolError:  # each is told
-            return
-        if count:
-            self._inbox.take(count * len(raw))
-            self._outbox.add(answers)
+            segment = self._control.segments.find(request.name, request.incarnation)
+            return segment.borrow() if segment.in_memory else None
+        except MoonpoolError:
+            return None
 
     def _expect(self, segment: Segment, request: Request) -> Fence | None:
         """The fence to ask again when the bytes have been taken; None when the READ expects no generation.

@@ -13,12 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.checksum import crc32c
-from moonpool.transfer.transports.tcp.frames import MAX_DATA_NBYTES, REQUEST_NBYTES, FrameOp, RequestPacker
+from moonpool.transfer.transports.tcp.frames import (
+    MAX_DATA_NBYTES,
+    REQUEST_NBYTES,
+    FrameOp,
+    Request,
+    RequestPacker,
+    pack_start,
+)
 
 _CRC_NBYTES = 4
 _HEAD_NBYTES = REQUEST_NBYTES - _CRC_NBYTES  # what the checksum is of
 _LEAST_REQUESTS = 16  # for fewer, one by one is faster
 _MOST_REQUESTS = 128  # taken apart together
+LEAST_RUN_NBYTES = _LEAST_REQUESTS * REQUEST_NBYTES  # in fewer bytes read_run() finds none
 _U64 = np.dtype("<u8")
 _MAX_OFFSET = (1 << 63) - 1 - MAX_DATA_NBYTES
 
@@ -31,14 +39,10 @@ class ReadRun(NamedTuple):
     sizes: NDArray[np.uint64]
     generations: NDArray[np.uint64]
 
-    def first(self, count: int) -> ReadRun:
-        """Return the first ones alone."""
-        return ReadRun(
-            self.request_ids[:count],
-            self.offsets[:count],
-            self.sizes[:count],
-            self.generations[:count],
-        )
+    def part(self, start: int, end: int) -> ReadRun:
+        """Return the READs at the positions `start` to `end` - 1."""
+        at = slice(start, end)
+        return ReadRun(self.request_ids[at], self.offsets[at], self.sizes[at], self.generations[at])
 
 
 @lru_cache(maxsize=64)
@@ -83,23 +87,26 @@ def pack_run(
     return bytes(raw)
 
 
-def read_run(frames: memoryview, first: bytes) -> ReadRun | None:
-    """Return the READs at the start of `frames` that differ from the request `first`, a READ that was checked, only in
-    number, place and generation. None when there are few.
+def read_run(frames: memoryview, first: Request) -> ReadRun | None:
+    """Return the READs at the start of `frames` that differ from `first`, a READ that was checked, only in number,
+    place and generation. None when there are few requests. Only heads of READs that are returned are checksummed, and
+    the first one that is damaged.
     """
-    size = len(first)
+    name = first.name.encode()
+    size = REQUEST_NBYTES + len(name)
     count = min(frames.nbytes // size, _MOST_REQUESTS)
     if count < _LEAST_REQUESTS:
         return None
     raw = bytes(frames[: count * size])
-    layout = _layout(size - REQUEST_NBYTES)
-    rows, like = np.frombuffer(raw, layout), np.frombuffer(first, layout)
-    is_usual = rows["crc"] == [crc32c(raw[at : at + _HEAD_NBYTES]) for at in range(0, len(raw), size)]
-    for field in ("start", "name"):
-        is_usual &= (rows[field] == like[field]).all(axis=1)
-    for field in ("incarnation", "name_crc"):
-        is_usual &= rows[field] == like[field]
-    is_usual &= (rows["nbytes"] <= MAX_DATA_NBYTES) & (rows["offset"] <= _MAX_OFFSET)
-    if not is_usual.all():
-        rows = rows[: int(is_usual.argmin())]
+    rows = np.frombuffer(raw, _layout(len(name)))
+    is_alike = (rows["nbytes"] <= MAX_DATA_NBYTES) & (rows["offset"] <= _MAX_OFFSET)
+    is_alike &= (rows["incarnation"] == first.incarnation) & (rows["name_crc"] == first.checksum)
+    for field, common in (("start", pack_start(FrameOp.READ, len(name))), ("name", name)):
+        is_alike &= (rows[field] == np.frombuffer(common, np.uint8)).all(axis=1)
+    if not is_alike.all():
+        rows = rows[: int(is_alike.argmin())]
+    starts = range(0, len(rows) * size, size)
+    is_whole = rows["crc"] == [crc32c(raw[at : at + _HEAD_NBYTES]) for at in starts]
+    if not is_whole.all():
+        rows = rows[: int(is_whole.argmin())]
     return ReadRun(rows["request_id"].tolist(), rows["offset"], rows["nbytes"], rows["generation"])

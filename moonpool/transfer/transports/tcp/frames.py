@@ -51,6 +51,7 @@ MAX_ASK_NBYTES = 64 * 1024
 MAX_ANSWER_NBYTES = 1024 * 1024
 MAX_ERROR_NBYTES = 1024
 _START = struct.Struct("<4sB")
+_REQUEST_START = struct.Struct("<4sBBH")
 _REQUEST = struct.Struct("<4sBBHQQQQQI")
 _RESPONSE = struct.Struct("<4sBBHQQI")
 _VERDICT = struct.Struct("<IQ")
@@ -159,6 +160,11 @@ class RequestPacker:
         except struct.error as error:
             raise InvalidInput(f"the request does not fit the frame: {error}") from error
         return head + _CRC.pack(crc32c(head)) + text
+
+
+def pack_start(op: FrameOp, name_nbytes: int) -> bytes:
+    """The first 8 bytes of a request."""
+    return _REQUEST_START.pack(MAGIC, VERSION, op, name_nbytes)
 
 
 def pack_ask(request_id: int, body: bytes) -> bytes:

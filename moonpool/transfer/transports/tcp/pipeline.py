@@ -200,16 +200,17 @@ class Pipeline:
         self._nbytes_ahead -= sum([order.nbytes for order in orders]) if reading else 0
 
     def _take_run(self, inbox: Inbox, orders: Sequence[PipelinedRequest]) -> int:
-        """Take the answers to READs at the start of the run if all of the run are small ones that expect a generation
-        and nothing has been received yet. Return how many were taken.
+        """Take the answers to READs at the start of the run if the run has only small ones, which all expect a
+        generation or all none, and nothing has been received yet. Return how many were taken.
         """
         sock = self._sock
         if inbox.nbytes or not orders or type(sock) is not TimedSocket:
             return 0
         _, sizes, views, generations = zip(*orders, strict=True)
-        if min(generations) == 0 or max(sizes) >= DIRECT_NBYTES or set(map(len, views)) != {1}:
+        is_mixed = min(generations) == 0 < max(generations)
+        if is_mixed or max(sizes) >= DIRECT_NBYTES or set(map(len, views)) != {1}:
             return 0
-        run = AnswerRun(self._num_answered + 1, sizes, [view for (view,) in views])
+        run = AnswerRun(self._num_answered + 1, sizes, [view for (view,) in views], generations[0] > 0)
         count, rest = run.receive(sock, self._deadline)
         inbox.give_back(rest)
         return count
