@@ -7,6 +7,7 @@ numbered from 1 after each registration; the first one's `cached` is the whole c
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import ClassVar
 
 import msgspec
 
@@ -111,6 +112,7 @@ class RegisterWorker(Call[None]):
 class WorkerLeft(Call[None]):
     """The worker was drained and its process ends for good: it is not reported as lost."""
 
+    outlives_caller: ClassVar[bool] = True
     name: str
     incarnation: Whole
 

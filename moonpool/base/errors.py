@@ -23,6 +23,7 @@
           DamagedFrame        the connection carried bytes whose checksum does not match, and was closed
         DeadlineExceeded      it did not answer in time
           PeerSilent          it sent nothing for so long that it counts as away
+          TooLate             it did not begin the call, because the caller's time was over
         Cancelled             the caller gave up
         NotSettled            it is being done: ask again until readers cannot find the old value any more
       ProtocolError           the other side breaks the protocol or speaks another version
@@ -148,6 +149,10 @@ class DeadlineExceeded(Unavailable):
 
 class PeerSilent(DeadlineExceeded):
     code = "peer_silent"
+
+
+class TooLate(DeadlineExceeded):
+    code = "too_late"
 
 
 class Cancelled(Unavailable):

@@ -1,8 +1,11 @@
-"""Wire frames, without I/O: bytes in, frames out (docs/formats.md, version 2).
+"""Wire frames, without I/O: bytes in, frames out (docs/formats.md, version 3).
 
     0  magic "MP"   2  version u8   3  kind u8
     4  checksum u32: CRC-32C of bytes 0 to 4, exclusive or CRC-32C of bytes 8 to the end of the body
-    8  body_nbytes u32   12  its complement u32   16  call_id u64   24  body
+    8  body_nbytes u32   12  its complement u32   16  call_id u64   24  wait_ms u32   28  body
+
+`wait_ms` of a CALL is how long its caller waits for the answer from the moment it sends the call; 0: the call has no
+deadline. A time span and not a time of day, so the clocks of both sides need not agree. Other frames have 0.
 
 All little-endian. Sizes are checked before anything is allocated for a body; the complement shows a damaged size before
 a reader waits for the body. A frame whose checksum does not match is never returned: DamagedFrame is raised and
@@ -19,13 +22,14 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.errors import DamagedFrame, ProtocolError
 
 MAGIC = b"MP"
-VERSION = 2
-HEADER_NBYTES = 24
+VERSION = 3
+HEADER_NBYTES = 28
 MAX_BODY_NBYTES = 64 * 1024 * 1024
-_HEADER = struct.Struct("<2sBBIIIQ")
-_QUICK = struct.Struct("<4sIIIQ")  # the same, its first three fields as one
+MAX_WAIT_MS = 2**32 - 1  # 49 days
+_HEADER = struct.Struct("<2sBBIIIQI")
+_QUICK = struct.Struct("<4sIIIQI")  # the same, its first three fields as one
 _START = struct.Struct("<4sI")
-_REST = struct.Struct("<IIQ")
+_REST = struct.Struct("<IIQI")
 _ALL_BITS = 0xFFFFFFFF
 _LITTLE_NBYTES = 8192
 _START_NBYTES, _REST_NBYTES = _START.size, _REST.size
@@ -44,14 +48,16 @@ class FrameKind(IntEnum):
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
-_STARTS = {kind: MAGIC + bytes((VERSION, kind)) for kind in FrameKind}
-_SEEDS = {kind: crc32c(start) for kind, start in _STARTS.items()}  # the checksum of a frame's first 4 bytes
+_STARTS = [MAGIC + bytes((VERSION, kind)) for kind in FrameKind]  # by kind; a dict would hash the kind, in Python
+_KIND_OF = dict(zip(_STARTS, FrameKind, strict=True))
+_SEEDS = [crc32c(start) for start in _STARTS]  # by kind: the checksum of a frame's first 4 bytes
 
 
 class Frame(NamedTuple):
     kind: FrameKind
     call_id: int
     body: bytes
+    wait_ms: int = 0
 
 
 class FrameHeader(NamedTuple):
@@ -61,15 +67,16 @@ class FrameHeader(NamedTuple):
     nbytes: int
     call_id: int
     checksum: int
+    wait_ms: int
 
     def with_body(self, body: bytes) -> Frame:
         """Return the whole frame; DamagedFrame when its checksum does not match."""
-        rest = _REST.pack(self.nbytes, self.nbytes ^ _ALL_BITS, self.call_id)
+        rest = _REST.pack(self.nbytes, self.nbytes ^ _ALL_BITS, self.call_id, self.wait_ms)
         # For small bodies a concatenation takes less time than a second call.
         found = crc32c(rest + body) if self.nbytes < _LITTLE_NBYTES else crc32c(body, crc32c(rest))
         if found ^ _SEEDS[self.kind] != self.checksum:
             raise damaged("a message")
-        return Frame(self.kind, self.call_id, body)
+        return Frame(self.kind, self.call_id, body, self.wait_ms)
 
 
 class DamageCount:
@@ -86,26 +93,27 @@ def damaged(what: str) -> DamagedFrame:
     )
 
 
-def encode_frame(kind: FrameKind, call_id: int, body: bytes = b"") -> bytes:
+def encode_frame(kind: FrameKind, call_id: int, body: bytes = b"", wait_ms: int = 0) -> bytes:
     """Return one frame as bytes. ProtocolError when the body is larger than MAX_BODY_NBYTES."""
     nbytes = len(body)
     if nbytes > MAX_BODY_NBYTES:
         raise ProtocolError(f"a message of {nbytes} bytes is over the limit of {MAX_BODY_NBYTES}")
-    rest = _REST.pack(nbytes, nbytes ^ _ALL_BITS, call_id) + body
+    rest = _REST.pack(nbytes, nbytes ^ _ALL_BITS, call_id, wait_ms) + body
     return _START.pack(_STARTS[kind], crc32c(rest) ^ _SEEDS[kind]) + rest
 
 
-def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> tuple[int, bytes] | None:
-    """Return call id and body when the first `nbytes` of `data` are exactly one undamaged frame of that kind; None
-    otherwise (decode_header() finds the reason). This is the common case: one call or one answer, read at once.
+def whole_frame(kind: FrameKind, data: bytes | bytearray, nbytes: int) -> tuple[int, bytes, int] | None:
+    """Return call id, body and `wait_ms` when the first `nbytes` of `data` are exactly one undamaged frame of that
+    kind; None otherwise (decode_header() finds the reason). This is the common case: one call or one answer, read at
+    once.
     """
     if nbytes < HEADER_NBYTES:
         return None
-    start, checksum, body_nbytes, _, call_id = _QUICK.unpack_from(data)
+    start, checksum, body_nbytes, _, call_id, wait_ms = _QUICK.unpack_from(data)
     if start != _STARTS[kind] or nbytes != HEADER_NBYTES + body_nbytes:
         return None
     rest = data[_START_NBYTES:nbytes] if type(data) is bytes else bytes(memoryview(data)[_START_NBYTES:nbytes])
-    return (call_id, rest[_REST_NBYTES:]) if crc32c(rest) ^ _SEEDS[kind] == checksum else None
+    return (call_id, rest[_REST_NBYTES:], wait_ms) if crc32c(rest) ^ _SEEDS[kind] == checksum else None
 
 
 def decode_header(header: bytes | bytearray | memoryview, at: int = 0, *, is_first: bool = True) -> FrameHeader:
@@ -114,7 +122,7 @@ def decode_header(header: bytes | bytearray | memoryview, at: int = 0, *, is_fir
 
     `is_first` False: good frames came before on this connection, so a header that is not one of ours is a damaged one.
     """
-    magic, version, kind, checksum, nbytes, complement, call_id = _HEADER.unpack_from(header, at)
+    magic, version, kind, checksum, nbytes, complement, call_id, wait_ms = _HEADER.unpack_from(header, at)
     try:
         _check_start(magic, version)
         if kind not in _KINDS:
@@ -127,7 +135,7 @@ def decode_header(header: bytes | bytearray | memoryview, at: int = 0, *, is_fir
         raise damaged("a message's size")
     if nbytes > MAX_BODY_NBYTES:
         raise ProtocolError(f"the peer announced {nbytes} bytes, the limit is {MAX_BODY_NBYTES}")
-    return FrameHeader(_KINDS[kind], nbytes, call_id, checksum)
+    return FrameHeader(_KINDS[kind], nbytes, call_id, checksum, wait_ms)
 
 
 def _check_start(magic: bytes, version: int) -> None:
@@ -179,9 +187,13 @@ class FrameDecoder:
 
     def next(self) -> Frame | None:
         """Return the next complete frame, or None."""
-        buffer, begin = self.held, self._at + HEADER_NBYTES
+        buffer, at = self.held, self._at
+        begin = at + HEADER_NBYTES
         if len(buffer) >= begin:
-            header = decode_header(buffer, self._at, is_first=self._is_first)
+            frame = self._little_frame(buffer, at)
+            if frame is not None:
+                return frame
+            header = decode_header(buffer, at, is_first=self._is_first)
             if header.nbytes > self.max_body_nbytes:
                 raise ProtocolError(f"the peer announced {header.nbytes} bytes, the limit is {self.max_body_nbytes}")
             end = begin + header.nbytes
@@ -194,3 +206,16 @@ class FrameDecoder:
         if self._at:  # otherwise a large frame's first parts would be copied with each of the others
             self.held, self._at = buffer[self._at :], 0
         return None
+
+    def _little_frame(self, buffer: bytes | bytearray, at: int) -> Frame | None:
+        """Return the frame at `at` when it is little, complete and undamaged, as nearly all are, in half the time that
+        the header alone takes; None otherwise."""
+        start, checksum, nbytes, _, call_id, wait_ms = _QUICK.unpack_from(buffer, at)
+        kind, end = _KIND_OF.get(start), at + HEADER_NBYTES + nbytes
+        if kind is None or nbytes > _LITTLE_NBYTES or nbytes > self.max_body_nbytes or end > len(buffer):
+            return None
+        rest = bytes(buffer[at + _START_NBYTES : end])
+        if crc32c(rest) ^ _SEEDS[kind] != checksum:
+            return None
+        self._at, self._is_first = end, False
+        return Frame(kind, call_id, rest[_REST_NBYTES:], wait_ms)

@@ -3,7 +3,8 @@ shows all of them on one page, told apart by the labels `moonpool_role` and `moo
 Prometheus' own: it sets them for the page that it reads.)
 
 Names follow Prometheus' rules: base units (`_seconds`, `_bytes`), `_total` behind counters. Every role's snapshot has
-the figures of its process too: CPU seconds, memory and open files, under the names that Prometheus' clients use.
+the figures of its process too: CPU seconds, memory and open files, under the names that Prometheus' clients use; and
+the calls that came too late.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
 from moonpool.base.rpc import Call
+from moonpool.base.rpc.aio_server import LateCalls
 
 ROLE_LABEL, NAME_LABEL = "moonpool_role", "moonpool_name"
 # For times that range from a look-up in memory to a long answer.
@@ -83,8 +85,10 @@ def as_families(metrics: Iterable[Metric]) -> list[MetricFamily]:
 
 
 def process_metrics() -> list[MetricFamily]:
-    """Return CPU seconds, memory and open files of this process."""
-    return snapshot(_process_registry())
+    """Return CPU seconds, memory and open files of this process, and how many calls came too late to it."""
+    sample = MetricSample("moonpool_rpc_late_calls_total", {}, LateCalls.total)
+    text = "calls that were not begun because their callers no longer waited"
+    return [*snapshot(_process_registry()), MetricFamily("moonpool_rpc_late_calls", text, "counter", [sample])]
 
 
 @cache

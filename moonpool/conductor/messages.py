@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
@@ -93,6 +95,7 @@ class Route(Call[Decision]):
 class PrefillEnded(Call[None]):
     """Removes the request from its prefill worker's queue, done or not. Unknown requests are ignored."""
 
+    outlives_caller: ClassVar[bool] = True
     request_id: str
 
 
@@ -122,6 +125,7 @@ class RequestEnded(Call[None]):
     When a front end's connection ends, its requests are removed as "abandoned".
     """
 
+    outlives_caller: ClassVar[bool] = True
     request_id: str
     ttft_s: Seconds | None = None
     cached_tokens: Count = 0
@@ -175,9 +179,8 @@ class ConductorStatus(msgspec.Struct, frozen=True, kw_only=True):
     predictions: tuple[PredictionError, ...] = ()
     fetch_or_compute: FetchOrCompute | None = None  # None without workers
     leaving: tuple[WorkerInfo, ...] = ()  # workers that drain: they get no requests
-    left: tuple[
-        str, ...
-    ] = ()  # workers that were told to leave and have ended, or that are not started again: none is missing
+    # Workers that were told to leave and have ended, or that are not started again: none of them is missing.
+    left: tuple[str, ...] = ()
     refused: dict[str, int] = {}  # requests refused since the conductor started, by cause
     num_open: int = 0  # requests that were sent to workers and have not ended
     ttft_slo_s: float | None = None  # targets; None: there is none

@@ -11,6 +11,8 @@ blocks are in the pool, and `Decode` with `resumes` lets another decode worker b
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from moonpool.base.descriptor import SegmentDescriptor
@@ -212,6 +214,7 @@ class CommitHandoff(Call[None]):
 class EndWrites(Call[None]):
     """From a stage of a pipeline to the decode worker: its part is written, and another stage commits."""
 
+    outlives_caller: ClassVar[bool] = True
     request_id: str
     epoch: int
     generation: int
@@ -221,6 +224,7 @@ class AbortHandoff(Call[None]):
     """From prefill to decode worker: nothing more will be written by this one. When no other prefill worker writes
     either, the pages may be used again. A commit is refused from then on."""
 
+    outlives_caller: ClassVar[bool] = True
     request_id: str
     epoch: int
     generation: int

@@ -93,13 +93,13 @@ def made_frames() -> dict[str, dict[str, bytes]]:
     return {
         "frames": {
             "hello": encode_value(FrameKind.HELLO, 0, Hello("store", "client", 5)),
-            "call": encode_call(opened, 1),
+            "call": encode_call(opened, 1, 1500),
             "error": encode_error(1, Overloaded("busy", retry_after_s=2.5)),
             "cancel": encode_frame(FrameKind.CANCEL, 1),
             "ping": encode_frame(FrameKind.PING, 0),
             "pong": encode_frame(FrameKind.PONG, 0),
         },
-        "handoff": {"open": encode_call(opened, 1), "commit": encode_call(commit, 2)},
+        "handoff": {"open": encode_call(opened, 1, 1500), "commit": encode_call(commit, 2, 1500)},
         "transfer": {
             "write_request": tcp_frames.pack_request(write) + b"abc",
             "read_request": tcp_frames.pack_request(read),

@@ -29,7 +29,7 @@ from moonpool.base.errors import (
     ProtocolError,
     Unreachable,
 )
-from moonpool.base.frames import MAX_BODY_NBYTES, FrameDecoder, FrameKind, encode_frame
+from moonpool.base.frames import MAX_BODY_NBYTES, VERSION, FrameDecoder, FrameKind, encode_frame
 from moonpool.base.rpc import AsyncClient, Call, Hello, RpcPeer, RpcServer
 from moonpool.base.rpc.protocol import decode_error, encode_call, encode_error, encode_value
 
@@ -304,7 +304,7 @@ HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
         encode_error(0, Overloaded("an error as a greeting")),
         encode_frame(FrameKind.HELLO, 0, b"\xc1"),
         HELLO + encode_frame(FrameKind.REPLY, 1, b""),
-        HELLO + struct.pack("<2sBBIIIQ", b"MP", 2, 1, 0, 2**32 - 1, 0, 1),
+        HELLO + struct.pack("<2sBBIIIQI", b"MP", VERSION, 1, 0, 2**32 - 1, 0, 1, 0),
         HELLO + encode_call(Slow(), 4) + encode_call(Slow(), 4),
     ],
     ids=["http", "zeros", "no hello", "error first", "not msgpack", "a reply", "too large", "same id twice"],

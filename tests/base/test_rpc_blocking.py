@@ -27,7 +27,7 @@ from moonpool.base.errors import (
     PeerLost,
     ProtocolError,
 )
-from moonpool.base.frames import MAX_BODY_NBYTES, FrameKind, encode_frame
+from moonpool.base.frames import MAX_BODY_NBYTES, VERSION, FrameKind, encode_frame
 from moonpool.base.rpc import BlockingClient, Call, Hello
 from moonpool.base.rpc.protocol import encode_value
 
@@ -214,7 +214,7 @@ HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
         HELLO + encode_frame(FrameKind.REPLY, 99, b"\xc4\x00"),
         HELLO + encode_frame(FrameKind.REPLY, 1, b"\xc1"),
         HELLO + encode_frame(FrameKind.REPLY, 1, b"\x05"),
-        HELLO + struct.pack("<2sBBIIIQ", b"MP", 2, 2, 0, 2**32 - 1, 0, 1),
+        HELLO + struct.pack("<2sBBIIIQI", b"MP", VERSION, 2, 0, 2**32 - 1, 0, 1, 0),
         encode_frame(FrameKind.REPLY, 0, b""),
     ],
     ids=["http", "other call", "not msgpack", "other type", "too large", "no hello"],

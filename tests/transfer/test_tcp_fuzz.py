@@ -340,7 +340,7 @@ def raised_by(decode: Callable[[bytes], object], frame: bytes) -> type[Exception
 
 
 @settings(max_examples=max(250, settings().max_examples))
-@given(st.binary(max_size=100), st.sampled_from([b"", b"MPTX\x02", b"MPTG\x02", b"MP\x02"]))
+@given(st.binary(max_size=100), st.sampled_from([b"", b"MPTX\x02", b"MPTG\x02", b"MP\x03"]))
 def test_decoders_raise_protocol_errors_only_and_allocate_nothing(data: bytes, start: bytes) -> None:
     frame = start + data
     for decode in (
@@ -363,7 +363,7 @@ def test_a_header_alone_costs_no_memory(data: bytes) -> None:
             with contextlib.suppress(ProtocolError, DamagedFrame):
                 decode(start + data)
         with contextlib.suppress(ProtocolError, DamagedFrame):
-            FrameDecoder().feed(b"MP\x02\x01" + data)
+            FrameDecoder().feed(b"MP\x03\x01" + data)
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()

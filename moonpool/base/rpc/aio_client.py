@@ -11,6 +11,7 @@ import asyncio
 import errno
 import itertools
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar, cast
@@ -28,6 +29,7 @@ from moonpool.base.rpc.protocol import (
     decode_reply,
     encode_call,
     encode_value,
+    wait_ms_of,
 )
 from moonpool.base.rpc.silence import DEFAULT_SILENCE_LIMITS, SilenceLimits, SilenceWatch
 
@@ -133,7 +135,7 @@ class AsyncClient(asyncio.Protocol):
         """Return the answer, or raise the server's error; DeadlineExceeded or PeerLost when no answer came."""
         loop = asyncio.get_running_loop()
         call_id, future = next(self._ids), loop.create_future()
-        self._write(encode_call(call, call_id))
+        self._write(encode_call(call, call_id, wait_ms_of(timeout_s)))
         self._calls[call_id] = future
         timer = loop.call_later(timeout_s, _expire, future)  # cheaper than asyncio.timeout()
         try:
@@ -164,7 +166,7 @@ class AsyncClient(asyncio.Protocol):
         items are yielded first. Leaving the loop early cancels the work at the server (use aclosing)."""
         call_id = next(self._ids)
         queue: asyncio.Queue[Frame | MoonpoolError] = asyncio.Queue()
-        self._write(encode_call(call, call_id))
+        self._write(encode_call(call, call_id, wait_ms_of(timeout_s)))
         self._streams[call_id] = queue
         timer = self._end_after(queue, timeout_s)
         done = False
@@ -203,7 +205,7 @@ class AsyncClient(asyncio.Protocol):
         self._watch.start()
 
     def data_received(self, data: bytes) -> None:
-        self._watch.heard()
+        self._watch.heard(time.monotonic())
         try:
             for frame in self._frames.feed(data):
                 self._on_frame(frame)

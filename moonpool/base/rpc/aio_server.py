@@ -6,6 +6,14 @@ generator. It gets the call and the RpcPeer. When a peer disconnects, or promise
 
 No connection can block the others (rpc/intake.py): the server handles the calls of one connection in short turns, and
 none while earlier answers are unread; before its hello a connection may send only a small frame.
+
+A call is not begun when its caller no longer waits: it is answered with TooLate, and counted. The time that the caller
+waits, which the call states, is counted from the moment at which its bytes had arrived for certain, so a call whose
+caller still waits is not refused. The clock is the one that callers wait by, which goes on while this process is
+stopped. Bytes that arrived while the event loop handled something else, or while the process was stopped, count from
+the moment at which the loop looks at its sockets again: for how long they have been there is unknown, and their calls
+are carried out. A service whose answers give something away must be told which of them were not taken, as the master is
+by PutDrop.
 """
 
 from __future__ import annotations
@@ -30,7 +38,7 @@ from moonpool.base.address import (
     peer_pid,
     remove_own_socket,
 )
-from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError
+from moonpool.base.errors import Cancelled, ConfigError, MoonpoolError, Overloaded, ProtocolError, TooLate
 from moonpool.base.frames import (
     MAX_BODY_NBYTES,
     Frame,
@@ -39,7 +47,14 @@ from moonpool.base.frames import (
     encode_frame,
     whole_frame,
 )
-from moonpool.base.rpc.intake import MAX_BACKLOG_NBYTES, MAX_HELLO_NBYTES, TURN_FRAMES, TURN_S, LargeFrames
+from moonpool.base.rpc.intake import (
+    MAX_BACKLOG_NBYTES,
+    MAX_HELLO_NBYTES,
+    TURN_FRAMES,
+    TURN_S,
+    Arrivals,
+    LargeFrames,
+)
 from moonpool.base.rpc.protocol import (
     Call,
     CallDecoder,
@@ -58,10 +73,17 @@ _MAX_CALLS_PER_PEER = 4096
 _HELLO_TIMEOUT_S = 10.0
 _UNREAD_NBYTES = 256 * 1024  # of answers; with more, calls wait until the peer has read all but a quarter
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 15, 5, 3
+_TURN_S, _MAX_READS = 1e-3, 32  # after so long, or so many reads, a turn of the event loop is noted
 _PONG = encode_frame(FrameKind.PONG, 0)
 _CALL = FrameKind.CALL  # looking an attribute up takes longer than using it
 
 Handler = Callable[[Any, "RpcPeer"], Any]
+
+
+class LateCalls:
+    """How many calls this process has not begun because their callers no longer waited, on all its servers."""
+
+    total = 0
 
 
 class RpcServer:
@@ -85,6 +107,12 @@ class RpcServer:
         self.peers: set[RpcPeer] = set()
         self.large_frames = LargeFrames()
         self.closed = False
+        # A turn of the event loop is noted about once in a millisecond: noting each, or reading the clock for each
+        # call, takes 5 to 20 % of what a call takes. So reads are counted, as many as came in the last millisecond.
+        self.reads_left = 0  # until begin_turn() is due
+        self.turn_s: float | None = None  # when it was called in the present turn
+        self._noted_s = 0.0  # when it was called last
+        self._reads_per_turn = 1
 
     async def listen(self, address: str) -> str:
         """Start to serve at the address. Return it with the real port. ConfigError when the address is taken."""
@@ -104,6 +132,19 @@ class RpcServer:
             raise ConfigError(f"cannot listen at {address}: {error.strerror or error}") from error
         self._servers.append(server)
         return str(at)
+
+    def begin_turn(self, now_s: float) -> None:
+        """Note the present turn of the event loop: whatever a connection reads first from now on in this turn had
+        arrived by now, however long the handlers of other calls take meanwhile.
+        """
+        self.reads_left = 0  # every read of this turn asks
+        recent = self._reads_per_turn * _TURN_S / max(now_s - self._noted_s, _TURN_S / _MAX_READS)
+        self._reads_per_turn = max(1, min(int(recent), _MAX_READS))
+        self.turn_s = self._noted_s = now_s
+        asyncio.get_running_loop().call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self.turn_s, self.reads_left = None, self._reads_per_turn
 
     async def close(self) -> None:
         """Stop listening, end every connection, wait for the handlers to end. Idempotent."""
@@ -163,7 +204,10 @@ class RpcPeer(asyncio.Protocol):
     def __init__(self, server: RpcServer) -> None:
         self._server = server
         self._frames = FrameDecoder(MAX_HELLO_NBYTES)
+        self._arrivals = Arrivals()  # of what is in `_frames`
+        self._read_turn_s = 0.0  # the server's `turn_s` at the latest read
         self._held: Frame | None = None  # a call that arrived while answers were unread
+        self._held_since_s = 0.0
         self._turn: asyncio.Handle | None = None  # the scheduled next turn, while frames wait
         self._unread_nbytes = 0  # of answers, at the last check for silence
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -218,36 +262,54 @@ class RpcPeer(asyncio.Protocol):
         _keep_alive(transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._watched:
-            self._watch.heard()
-        elif self.hello is not None and not self._frames.held and self._is_writable:
+        server = self._server
+        server.reads_left -= 1
+        waited_s = 0.0 if server.reads_left > 0 else self._waited_s()
+        if not self._watched and not self._frames.held and self._is_writable and self.hello is not None:
             # The common case: one call of a client that waits for its answer.
             whole = whole_frame(_CALL, data, len(data))
             if whole is not None and whole[0] not in self._running:
-                self._on_call(*whole)
+                if not waited_s or not self._is_refused(whole[0], whole[2], waited_s):
+                    self._on_call(whole[0], whole[1])
                 return
+        now_s = time.monotonic()
+        self._watch.heard(now_s)
+        (self._arrivals.add if self._frames.held else self._arrivals.begin)(len(data), now_s - waited_s)
         self._frames.push(data)
         if self._turn is None and self._held is None:
-            self._take_turn()
+            self._take_turn(now_s)
         elif self._frames.nbytes > MAX_BACKLOG_NBYTES:
             self._set_reading(False)
 
-    def _take_turn(self) -> None:
-        """Handle waiting frames, until the time of one turn is used up."""
+    def _waited_s(self) -> float:
+        """Return for how long the bytes that are read now have been here for certain."""
+        server, now_s, before_s = self._server, time.monotonic(), self._read_turn_s
+        if server.turn_s is None:
+            server.begin_turn(now_s)
+        self._read_turn_s = turn_s = server.turn_s or now_s
+        return 0.0 if turn_s == before_s else now_s - turn_s  # of the second read in a turn the bytes may be new
+
+    def _take_turn(self, at_s: float | None = None) -> None:
+        """Handle waiting frames, from `at_s` (default: now) until the time of one turn is used up."""
         self._turn = None
         now_s, next_frame, is_writable = time.monotonic, self._frames.next, self._writable.is_set
-        until_s = now_s() + TURN_S
+        arrivals, at_s = self._arrivals, now_s() if at_s is None else at_s
+        until_s = at_s + TURN_S
         try:
             for _ in range(TURN_FRAMES):
+                if arrivals.later:
+                    arrivals.skip_to(self._frames.nbytes)
+                since_s = self._held_since_s if self._held else arrivals.first_s
                 frame, self._held = self._held or next_frame(), None
                 if frame is None:
                     self._set_reading(self._server.large_frames.note(self, self._frames.nbytes))
                     return
                 if frame.kind is FrameKind.CALL and not is_writable():
-                    self._held = frame  # resume_writing() continues with it
+                    self._held, self._held_since_s = frame, since_s  # resume_writing() continues with it
                     return
-                self._on_frame(frame)
-                if now_s() >= until_s:
+                self._on_frame(frame, at_s - since_s)
+                at_s = now_s()
+                if at_s >= until_s:
                     break
         except MoonpoolError as error:
             self._end(error)
@@ -307,13 +369,14 @@ class RpcPeer(asyncio.Protocol):
 
     # frames
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Frame, waited_s: float) -> None:
         if self.hello is None:
             self._greet(decode_hello(frame))
         elif frame.kind is FrameKind.CALL:
             if frame.call_id in self._running:
                 raise ProtocolError(f"call {frame.call_id} is still running")
-            self._on_call(frame.call_id, frame.body)
+            if waited_s < _TURN_S or not self._is_refused(frame.call_id, frame.wait_ms, waited_s):
+                self._on_call(frame.call_id, frame.body)
         elif frame.kind is FrameKind.PING:
             if self._writable.is_set():  # otherwise unread answers are the sign of life
                 self._send(_PONG)
@@ -351,6 +414,18 @@ class RpcPeer(asyncio.Protocol):
         _LOG.warning("%s: %s has been silent for %g s and is cut off", self._server.hello.service, who, limit_s)
         self.was_silent = True
         self.abort()
+
+    def _is_refused(self, call_id: int, wait_ms: int, waited_s: float) -> bool:
+        """Refuse a call that has waited here for longer than its caller was to wait. Return whether it is refused.
+
+        It is answered, as each call is: the client may wait for an answer to every number that it has used, and a
+        caller that was stopped itself may still want this one.
+        """
+        if not 0 < wait_ms < waited_s * 1000:
+            return False
+        LateCalls.total += 1
+        self._fail(call_id, TooLate(f"the call was not begun: its caller was to wait for {wait_ms / 1000:g} s"))
+        return True
 
     def _on_call(self, call_id: int, body: bytes) -> None:
         server = self._server

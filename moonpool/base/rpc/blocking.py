@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moonpool.base.address import parse_address
 from moonpool.base.clock import Deadline
@@ -32,6 +32,7 @@ from moonpool.base.rpc.protocol import (
     decode_reply,
     encode_call,
     encode_value,
+    wait_ms_of,
 )
 
 R = TypeVar("R")
@@ -67,6 +68,8 @@ class BlockingClient:
         self._connect_timeout_s = connect_timeout_s if limits is None else min(connect_timeout_s, limits.silence_s)
         self._limits, self._gate, self._keeps_connection = limits, gate, keeps_connection
         self._longest_s = float("inf") if limits is None else limits.look_every_s  # of one wait in the kernel
+        self._patience_s = float("inf") if limits is None else limits.silence_s  # with a server that sends nothing
+        self._wait_ms = wait_ms_of(self._patience_s)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._limit_s = _UNSET_S  # the socket's timeout
@@ -89,11 +92,12 @@ class BlockingClient:
         it is not called when the request had to wait for the connection.
         """
         call_id = next(self._ids)
-        request = encode_call(call, call_id)
+        wait_ms = self._wait_ms if timeout_s >= self._patience_s else wait_ms_of(timeout_s)
+        request = encode_call(call, call_id, wait_ms)
         body: bytes | Frame | None = self._quick_exchange(request, call_id, timeout_s, meanwhile)
         if body is None:
             with self._turn(timeout_s, call_id) as deadline:
-                body = self._exchange(request, call_id, deadline)
+                body = self._exchange(call, call_id, deadline)
         return _decoded(call, body)
 
     def call_on(self, peer: object, call: Call[R], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> R:
@@ -102,7 +106,7 @@ class BlockingClient:
         call_id, body = next(self._ids), None
         with self._turn(timeout_s, call_id) as deadline:
             if self._socket is not None and self.peer is peer:
-                body = self._exchange(encode_call(call, call_id), call_id, deadline)
+                body = self._exchange(call, call_id, deadline)
         if body is None:  # raised here, because what fails within the turn closes the connection
             raise PeerLost(f"the connection to {self._address} has ended, and there may be another one")
         return _decoded(call, body)
@@ -222,10 +226,11 @@ class BlockingClient:
             return DeadlineExceeded(f"{self._address} did not answer within {timeout_s:g} s")
         return PeerLost(f"{self._address}: {error}")
 
-    def _exchange(self, request: bytes, call_id: int, deadline: Deadline) -> Frame:
+    def _exchange(self, call: Call[Any], call_id: int, deadline: Deadline) -> Frame:
         sock = self._connected(deadline)
         self._wait_at_most(sock, deadline)
-        self._send(sock, request, deadline.remaining_s())
+        left_s = deadline.remaining_s()  # less than at first: the call has waited for its turn or for the connection
+        self._send(sock, encode_call(call, call_id, wait_ms_of(min(left_s, self._patience_s))), left_s)
         return self._answer(sock, call_id, deadline)
 
     def _send(self, sock: socket.socket, data: bytes | memoryview, timeout_s: float) -> None:

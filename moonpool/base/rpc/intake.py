@@ -4,12 +4,16 @@ A turn is what the server does for one connection before it serves the others. F
 collected in memory: small frames always, large ones only while all connections together hold no more than a limit.
 Beyond the limit a connection is not read until others have finished their frames. The connection that began its frame
 first is closed if it does not finish in time, so that senders which never finish cannot block the others.
+
+Calls wait, too: for their turn, and while earlier answers are unread. Arrivals keeps when the waiting bytes came, so
+that the server begins no call whose caller has given up meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,6 +24,7 @@ MAX_BACKLOG_NBYTES = 256 * 1024  # frames that wait for their turn; beyond it th
 SMALL_FRAME_NBYTES = 64 * 1024
 MAX_LARGE_NBYTES = 16 * 1024 * 1024  # unfinished large frames of all connections; a single one may be larger
 LARGE_FRAME_S = 1.0  # how long the first one may make others wait
+_MAX_READS = 64  # of one connection whose times are kept; the bytes of more count as having come with the last one
 
 
 class Sender(Protocol):
@@ -102,3 +107,30 @@ class LargeFrames:
             first.cut_off(
                 f"a large message was not complete after {self._max_wait_s:g} s, and others wait for its memory"
             )
+
+
+class Arrivals:
+    """When the bytes arrived that one connection has received and not handled yet. Pure."""
+
+    def __init__(self) -> None:
+        self.first_s = 0.0  # of the first of them, after skip_to()
+        self.later: deque[tuple[int, float]] = deque()  # later reads: how many bytes had been received before, and when
+        self._received_nbytes = 0
+
+    def begin(self, nbytes: int, now_s: float) -> None:
+        """Record a read of `nbytes` while nothing waits."""
+        self.first_s, self._received_nbytes = now_s, nbytes
+
+    def add(self, nbytes: int, now_s: float) -> None:
+        """Record a read of `nbytes` while others wait."""
+        if len(self.later) < _MAX_READS:
+            self.later.append((self._received_nbytes, now_s))
+        else:  # all bytes of this read and the one before count as having come now
+            self.later[-1] = self.later[-1][0], now_s
+        self._received_nbytes += nbytes
+
+    def skip_to(self, waiting_nbytes: int) -> None:
+        """All but the last `waiting_nbytes` are handled."""
+        handled_nbytes = self._received_nbytes - waiting_nbytes
+        while self.later and self.later[0][0] <= handled_nbytes:
+            self.first_s = self.later.popleft()[1]

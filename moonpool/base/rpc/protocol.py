@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Generic, TypeVar, Union, get_args
 
 import msgspec
 from msgspec import inspect
 
 from moonpool.base.errors import Internal, InvalidInput, MoonpoolError, Overloaded, ProtocolError, from_wire
-from moonpool.base.frames import Frame, FrameKind, encode_frame
+from moonpool.base.frames import MAX_WAIT_MS, Frame, FrameKind, encode_frame
 
 _PLACE = re.compile(r"(?P<what>.*) - at `(?:key in )?\$(?P<path>[^`]*)`", re.DOTALL)
 _STEP = re.compile(r"\[(?P<index>\d+|\.\.\.)\]|\.(?P<name>\w+)")
@@ -30,9 +30,14 @@ _CALL, _REPLY = FrameKind.CALL, FrameKind.REPLY  # looking an attribute up takes
 
 
 class Call(msgspec.Struct, Generic[R], array_like=True, tag=True):
-    """A request whose answer is of type R. Subclass as `class Exist(Call[list[bool]])`."""
+    """A request whose answer is of type R. Subclass as `class Exist(Call[list[bool]])`.
+
+    A server does not begin a call whose caller no longer waits. One that `outlives_caller` has no deadline: it gives
+    something back, or reports what has happened.
+    """
 
     streams: ClassVar[bool] = False
+    outlives_caller: ClassVar[bool] = False
 
 
 class StreamCall(Call[R], Generic[R]):
@@ -77,13 +82,21 @@ def _reply_decoder(call: type[Call[Any]]) -> msgspec.msgpack.Decoder[Any]:
     return _decoder(reply_type(call))
 
 
-def encode_call(call: Call[Any], call_id: int) -> bytes:
-    """One frame; InvalidInput when a field cannot be sent, such as an integer of more than 64 bits."""
+@lru_cache(maxsize=256)  # few values come again and again
+def wait_ms_of(wait_s: float | None) -> int:
+    """Return what a call states whose caller waits for `wait_s` from now on: milliseconds, rounded up. None: 0."""
+    return 0 if wait_s is None else int(min(wait_s * 1000.0, MAX_WAIT_MS - 1)) + 1
+
+
+def encode_call(call: Call[Any], call_id: int, wait_ms: int = 0) -> bytes:
+    """One frame; `wait_ms` of wait_ms_of(). InvalidInput when a field cannot be sent, such as an integer of more than
+    64 bits.
+    """
     try:
         body = _ENCODER.encode(call)
     except (OverflowError, TypeError, ValueError, RecursionError) as error:
         raise encoding_error(call, error) from error
-    return encode_frame(_CALL, call_id, body)
+    return encode_frame(_CALL, call_id, body, 0 if call.outlives_caller else wait_ms)
 
 
 def encode_value(kind: FrameKind, call_id: int, value: Any) -> bytes:

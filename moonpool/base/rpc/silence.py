@@ -132,9 +132,9 @@ class SilenceWatch:
             self._timer.cancel()
             self._timer = None
 
-    def heard(self) -> None:
-        # Not the loop's time: uvloop's stands still while callbacks run.
-        self._silence.heard_s = time.monotonic()
+    def heard(self, now_s: float) -> None:
+        """Something came; `now_s` is time.monotonic()."""
+        self._silence.heard_s = now_s
 
     def said(self) -> None:
         self._silence.said_s = time.monotonic()

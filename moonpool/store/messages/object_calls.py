@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from moonpool.base.ranges import Positive, Whole
@@ -87,6 +89,7 @@ class PutEnd(Call[dict[int, Refusal]]):
 class PutRenew(Call[list[bool]]):
     """Restart the time after which these unfinished puts are discarded. False where there is no such put."""
 
+    outlives_caller: ClassVar[bool] = True
     keys: list[bytes]
     generations: list[Whole]
 
@@ -97,6 +100,7 @@ class PutRevoke(Call[None]):
     `settled`: no write of the caller can still arrive. Otherwise the space is not reused for a while.
     """
 
+    outlives_caller: ClassVar[bool] = True
     keys: list[bytes]
     generations: list[Whole]
     settled: bool = True
@@ -224,6 +228,7 @@ class Pin(Call[list[bool]]):
 
 
 class Unpin(Call[None]):
+    outlives_caller: ClassVar[bool] = True
     keys: list[bytes]
     session: Whole = 0
 
@@ -235,6 +240,7 @@ class ReportCorrupt(Call[bool]):
     was removed or replaced, or compaction of the node's log has moved it.
     """
 
+    outlives_caller: ClassVar[bool] = True
     key: bytes
     generation: Whole
     segment: str

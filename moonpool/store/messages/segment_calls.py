@@ -4,6 +4,8 @@ copies, moves and drains that clients request.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.ranges import Seconds, Whole
 from moonpool.base.rpc import Call, StreamCall
@@ -35,6 +37,7 @@ class MountSegment(Call[MountReply]):
 class UnmountSegment(Call[None]):
     """Withdraw a segment. Objects that were only there are lost (those on SSD until the segment is mounted again)."""
 
+    outlives_caller: ClassVar[bool] = True
     segment: str
     incarnation: Whole
 
@@ -44,6 +47,7 @@ class Heartbeat(Call[HeartbeatReply]):
     master places nothing on the segment.
     """
 
+    outlives_caller: ClassVar[bool] = True
     segment: str
     incarnation: Whole
     generation_limit: int = MAX_GENERATION
@@ -78,6 +82,7 @@ class SessionsGone(Call[None]):
     unfinished puts is free.
     """
 
+    outlives_caller: ClassVar[bool] = True
     sessions: list[Whole]
 
 
@@ -110,6 +115,7 @@ class Orders(StreamCall[list[Order]]):
 
 
 class OrdersDone(Call[None]):
+    outlives_caller: ClassVar[bool] = True
     results: list[OrderResult]
 
 
@@ -125,6 +131,7 @@ class Announce(Call[None]):
 
 
 class Retract(Call[None]):
+    outlives_caller: ClassVar[bool] = True
     name: str
     incarnation: Whole
 

@@ -7,6 +7,8 @@ use. Processes that write one object together share a session, which ends with t
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from moonpool.base.rpc import Call
 
 SERVICE = "node"
@@ -34,8 +36,11 @@ class Join(Call[None]):
 class Leave(Call[None]):
     """The process of this connection no longer reads or writes with this session, and has no copy under way."""
 
+    outlives_caller: ClassVar[bool] = True
     session: int
 
 
 class EndSessions(Call[None]):
     """The copies of this connection's sessions are over: they end with the connection, even if a GPU was used."""
+
+    outlives_caller: ClassVar[bool] = True
