@@ -99,7 +99,7 @@ def _as_lines(
         moved = f"{task.num_done:,} of {task.num_total:,} objects, {format_nbytes(task.nbytes_moved)}"
         lines.append(f"task {task.task_id}: {task.kind} {task.segment}, {task.state}, {moved}")
     lines += _worker_lines(workers)
-    lines.append(_journal_line(journal))
+    lines.append(_journal_line(journal, stats.journal_error))
     events = {name: count for name, count in sorted(stats.counters.items()) if count and name not in ("hits", "misses")}
     if events:
         lines.append("since the master started: " + ", ".join(f"{n:,} {_plain(name)}" for name, n in events.items()))
@@ -135,9 +135,10 @@ def _room(*, used_nbytes: int, capacity_nbytes: int, **_: int) -> str:
     return f"{format_nbytes(used_nbytes)} of {format_nbytes(capacity_nbytes)}{part}"
 
 
-def _journal_line(journal: dict[str, int] | None) -> str:
+def _journal_line(journal: dict[str, int] | None, error: str | None) -> str:
     if journal is None:
         return "journal: none; a restarted master does not know the objects in memory"
     health = "ok" if journal.get("durable") else "NOT DURABLE, a restarted master may miss objects"
+    health += f" ({error})" if error else ""
     size, unsynced = format_nbytes(journal.get("bytes", 0)), format_nbytes(journal.get("unsynced_bytes", 0))
     return f"journal: {health}; {size} to replay, {unsynced} not yet on disk"

@@ -18,6 +18,8 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from moonpool.base.clock import Clock
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError, NotSettled
@@ -207,7 +209,7 @@ def _questions(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         m.QueryTask: lambda c, _: state.task(c.task_id, now()),
         m.ListTasks: lambda c, _: state.tasks(now(), c.finished),
         m.Why: lambda c, _: state.why(c.key, now(), c.identity),
-        m.Stats: lambda c, _: state.stats(),
+        m.Stats: lambda c, _: msgspec.structs.replace(state.stats(), journal_error=pool.journal.health().error),
         GetMetrics: lambda c, _: [*pool_metrics(state.stats(), pool.journal.health()), *process_metrics()],
         ReportMetrics: lambda c, _: reported.report(c.metrics, now()),
         GetReportedMetrics: lambda c, _: reported.recent(now()),

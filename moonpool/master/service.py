@@ -136,6 +136,8 @@ class Master:
             with contextlib.suppress(MoonpoolError):  # the journal has logged it, and a snapshot is due
                 pool.after_event()
                 pool.journal.rise_to(pool.state.generations.epoch)
+                if self.config.journal:
+                    pool.journal.look_for_file()
                 if pool.journal.has_unwritten:
                     pool.journal.retry_unwritten()
             if snapshot is None and self.config.journal and pool.journal.should_snapshot:

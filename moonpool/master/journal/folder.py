@@ -155,6 +155,7 @@ class FolderLock:
 
     def __init__(self, folder: JournalFolder) -> None:
         """Raise ConfigError if another process has the lock, with its pid if that is known."""
+        self._folder = folder
         fd = os.open(folder.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,6 +175,18 @@ class FolderLock:
         except BaseException:
             os.close(fd)
             raise
+
+    def take_again(self) -> None:
+        """Take the lock again if its file was removed. Raise ConfigError if another process has it, OSError if there is
+        no folder."""
+        assert self._fd is not None, "the lock is held"
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._folder.path / _LOCK), os.fstat(self._fd)):
+                return
+        fresh = FolderLock(self._folder)
+        os.close(self._fd)
+        self._fd, fresh._fd = fresh._fd, None
+        self._store()
 
     def record_error(self, sentence: str) -> None:
         """Store the last error for `describe`, if the disk allows it."""

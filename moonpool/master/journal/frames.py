@@ -320,6 +320,17 @@ class JournalFile:
         self.write_control(MARK, synced_nbytes)
         self.synced_nbytes = self.nbytes if caught_up else synced_nbytes
 
+    def is_in_place(self) -> bool:
+        """Return whether the path still leads to the open file. Where that cannot be found out it counts as there."""
+        if self._fd is None:
+            return True
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+
     def sync(self) -> None:
         """Sync all that was written before the call to disk."""
         if self._fd is not None:

@@ -14,6 +14,7 @@ only with the snapshot: appending raises until that is published.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,9 @@ from moonpool.master.journal.sync_thread import SyncThread
 _LOG = logging.getLogger(__name__)
 MAX_UNWRITTEN_NBYTES = 1024 * 1024  # records kept in memory for a retry
 EPOCH_RETRY_S = 1.0
+LOOK_S = 1.0  # between looks for the file that is appended to
 MOST_PAUSE_S = 600.0  # between snapshots that fail while the journal lacks nothing
+_REMOVED = "it was removed or moved away; make the folder again"
 _EPOCH_UNWRITTEN = "the master's epoch could not be written and was taken from the clock"
 
 
@@ -117,6 +120,7 @@ class Journal:
         self._snapshot: SnapshotWriter | None = None
         self._snapshot_failed_s: float | None = None
         self._num_failures = 0  # of snapshots, one after the other
+        self._looked_s = clock.now_s()  # for the file
         self._closed = False
         self._lock = threading.RLock()  # the fields above, and the order of writes
         self._syncing = threading.Lock()  # one sync at a time; taken before _lock
@@ -201,10 +205,23 @@ class Journal:
         now_s = self._clock.now_s()
         if now_s - self._epoch_tried_s >= EPOCH_RETRY_S:
             self._epoch_tried_s = now_s
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ConfigError):
+                self._lock_file.take_again()
                 write_epoch(self._folder, self._last_epoch)
                 self._epoch_is_unwritten = False
                 _LOG.info("epoch %d is on disk now", self._last_epoch)
+
+    def look_for_file(self) -> None:
+        """Look now and then whether the file that is appended to is still in its folder. Without it nothing would be
+        replayed. That is reported until the folder is there again, with a snapshot in it."""
+        now_s = self._clock.now_s()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        with self._lock:
+            if not self._closed and not self._file.is_in_place():
+                self._epoch_is_unwritten = True
+                self._lost(OSError(errno.ENOENT, _REMOVED))
 
     def _append(self, data: bytes) -> None:
         with self._lock:
@@ -377,6 +394,8 @@ class Journal:
         if self._unwritten and self._lost_at is None:
             self._lost_at = number
         try:
+            if self._lost_at is not None:
+                self._lock_file.take_again()
             # A file of 0 bytes could not be created: a later one may not be the first.
             if self._is_void or not self._file.nbytes:
                 self._file.clear()
@@ -386,6 +405,9 @@ class Journal:
         except OSError as error:
             self._snapshot_failed_s = self._clock.now_s()
             raise as_moonpool_error(error, f"cannot begin a journal in {self._folder.path}") from error
+        except ConfigError:
+            self._snapshot_failed_s = self._clock.now_s()
+            raise
         self._unwritten, self._has_records = b"", False  # the snapshot contains what is unwritten
         self._has_gap = self._is_void = self._lost_at is not None
         self._sync_thread.appended()

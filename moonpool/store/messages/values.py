@@ -190,6 +190,7 @@ class StoreStats(msgspec.Struct, frozen=True):
     counters: dict[str, int]
     high_watermark: float = 1.0  # eviction from DRAM begins above this part of the capacity
     ssd_high_watermark: float = 1.0  # the same for each SSD segment
+    journal_error: str | None = None  # why a restarted master may not know what this one knows; None: it will
 
 
 # orders: work that the master gives to nodes
