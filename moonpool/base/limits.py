@@ -1,4 +1,4 @@
-"""What this process may use of its machine: the limits of its container, its memory, its CPU cores.
+"""What this process may use of its machine: the limits of its container, its memory, its disks, its CPU cores.
 
 Memory: memory_shortage() recognizes errors that mean that memory, address space (`ulimit -v`) or threads have run out.
 Libraries raise these as MemoryError, OSError, ImportError and RuntimeError alike; the user reads one line and not a
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from moonpool.base.errors import NoSpace
+from moonpool.base.errors import ConfigError, NoSpace
 from moonpool.base.units import format_nbytes
 
 PROC = Path("/proc")
@@ -68,6 +68,24 @@ def address_space_nbytes() -> int | None:
     """Return how much address space this process and its children may take; None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def require_disk(folder: Path, nbytes_each: int, num_nodes: int = 1) -> None:
+    """Raise ConfigError if the disk of the folder, which need not exist yet, is smaller than the SSD tiers of so many
+    nodes. A disk that is large enough but full is no error: it may have room later. Nor is one that does not answer."""
+    try:
+        info = os.statvfs(next(each for each in (folder, *folder.parents) if each.exists()))
+    except OSError:
+        return
+    disk_nbytes, free_nbytes = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
+    if 0 < disk_nbytes < num_nodes * nbytes_each:  # a file system that does not say its size has 0
+        wanted = format_nbytes(nbytes_each) + (f" for each of {num_nodes} nodes" if num_nodes > 1 else "")
+        has = f"{format_nbytes(disk_nbytes)} in all, {format_nbytes(free_nbytes)} of them free"
+        raise ConfigError(
+            f"--ssd-size is {wanted}, and the disk of {folder} has {has}; choose a smaller --ssd-size, or a folder on "
+            "another disk (--ssd)",
+            param="ssd_size",
+        )
 
 
 def require_address_space_to_start() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from moonpool.base.address import host_port, own_sockets_lost
 from moonpool.base.errors import ConfigError, Unavailable
-from moonpool.base.limits import available_cores
+from moonpool.base.limits import available_cores, require_disk
 from moonpool.base.log import setup_logging
 from moonpool.base.process import LOOK_S, Lifeline
 from moonpool.base.run_dirs import write_state_dir, write_tour_token, write_url
@@ -80,7 +80,9 @@ def _run(
     state_dir = _own_folder(Path(config.state_dir).expanduser() if config.state_dir else default_state_dir())
     log_dir = _own_folder(Path(config.log_dir).expanduser()) if config.log_dir else None
     if config.ssd is not None:
-        config = replace(config, ssd=str(_own_folder(Path(config.ssd).expanduser())))
+        ssd = _own_folder(Path(config.ssd).expanduser())
+        require_disk(ssd, config.ssd_nbytes, config.nodes)
+        config = replace(config, ssd=str(ssd))
     if config.secret_file is not None:
         Secret.from_file(config.secret_file)
     load_tenants(state_dir, Path(config.tenants_file) if config.tenants_file else None)

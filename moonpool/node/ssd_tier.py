@@ -12,10 +12,12 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 from moonpool.base.clock import AttendedClock
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError
+from moonpool.base.limits import require_disk
 from moonpool.base.log import RateLimitedLog
 from moonpool.base.rpc import AsyncClient
 from moonpool.base.units import format_nbytes
@@ -54,8 +56,10 @@ class NodeSsd:
     """The open log and its segment; owns both. The constructor recovers the log, which may take long."""
 
     def __init__(self, config: NodeConfig) -> None:
-        """ConfigError when another process uses the folder; NoSpace or Unavailable when the disk fails."""
+        """ConfigError when another process uses the folder, or the disk is smaller than the log is to be; NoSpace or
+        Unavailable when the disk fails."""
         assert config.ssd_dir is not None, "there is an SSD"
+        require_disk(Path(config.ssd_dir).absolute(), config.ssd_nbytes)
         self.max_nbytes = config.ssd_nbytes
         self.capacity_nbytes = _capacity_nbytes(config.ssd_log())
         self.log = SsdLog.open(config.ssd_dir, config.ssd_log())

@@ -84,6 +84,14 @@ def test_a_pool_larger_than_the_machine(serve: Command, runtime: Path) -> None:
     assert "not enough memory" in refusal(serve, runtime, "--port", "0", "--dram", "100TB")
 
 
+def test_a_log_larger_than_the_disk(serve: Command, runtime: Path) -> None:
+    line = refusal(
+        serve, runtime, "--port", "0", "--nodes", "2", "--ssd", str(runtime / "ssd"), "--ssd-size", "900000TB"
+    )
+    assert f"--ssd-size is 900000 TB for each of 2 nodes, and the disk of {runtime}/ssd has " in line
+    assert line.endswith(" free; choose a smaller --ssd-size, or a folder on another disk (--ssd)")
+
+
 def test_a_truncated_model(serve: Command, runtime: Path) -> None:
     line = refusal(serve, runtime, "--port", "0", "--model", tiny_model(runtime, missing_nbytes=1000))
     assert "tiny.gguf is truncated" in line

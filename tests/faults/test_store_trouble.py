@@ -130,7 +130,7 @@ def test_a_log_that_cannot_grow(nursery: Nursery, how: str) -> None:
         fleet = stack.enter_context(open_fleet(nursery))
         if how == "full":
             disk = stack.enter_context(small_disk(fleet.folder / "n0.ssd", 24 * MIB))
-        node = fleet.start_node("n0", ssd_nbytes=64 * MIB)
+        node = fleet.start_node("n0", ssd_nbytes=20 * MIB)
         fleet.wait_ok()
         if how == "full":
             hog = fill_disk(disk)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from moonpool.base.errors import ConfigError, ModelError, NoSpace
+from moonpool.base.limits import require_disk
+from moonpool.base.units import format_nbytes
 from moonpool.engine.model_files import resolve
 from moonpool.launch.checks import available_nbytes, choose_port, require_memory, require_whole_model
+from moonpool.node.config import NodeConfig
+from moonpool.node.service import Node
 
 GIB = 1024**3
 LLAMA = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16,
@@ -37,6 +43,35 @@ def test_more_memory_than_there_is_is_refused() -> None:
     require_memory(1, 1)
     with pytest.raises(NoSpace, match="--dram"):
         require_memory(100 * 1000**4, 1)
+
+
+def test_a_disk_that_is_too_small_is_refused_with_what_it_has(tmp_path: Path) -> None:
+    info = os.statvfs(tmp_path)
+    total = info.f_blocks * info.f_frsize
+    require_disk(tmp_path / "not" / "there", total)
+    with pytest.raises(ConfigError) as caught:
+        require_disk(tmp_path / "not" / "there", total // 2 + 1, 2)
+    wanted = (
+        f"--ssd-size is {format_nbytes(total // 2 + 1)} for each of 2 nodes, and the disk of {tmp_path}/not/there has"
+    )
+    assert str(caught.value).startswith(f"{wanted} {format_nbytes(total)} in all, ")
+    assert str(caught.value).endswith(" free; choose a smaller --ssd-size, or a folder on another disk (--ssd)")
+
+
+async def test_a_node_whose_log_is_larger_than_the_disk_does_not_start(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="mp-") as run_dir:
+        config = NodeConfig(
+            name="n",
+            master_address="unix:/nowhere",
+            dram_nbytes=1 << 20,
+            run_dir=run_dir,
+            ssd_dir=str(tmp_path / "ssd"),
+            ssd_nbytes=10**18,
+            tcp_host=None,
+        )
+        with pytest.raises(ConfigError, match="--ssd-size is 1000000 TB, and the disk of"):
+            await Node(config).start()
+    assert not (tmp_path / "ssd").exists()
 
 
 def fake_machine(root: Path, cgroup: str) -> tuple[Path, Path]:
