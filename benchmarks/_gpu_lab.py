@@ -7,11 +7,9 @@ in this run. `target` is what the case must reach, `ok` whether it does.
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +32,6 @@ NUM_PARAMETERS = 8.03e9
 _EMBEDDING = 128_256 * 4096
 MAX_LEN = 40_000
 CHUNK = 8192
-
-
-@dataclass
-class Report:
-    bench: str
-    as_json: bool
-
-    def say(self, case: str, value: float, unit: str, baseline: float | None = None, **more: Any) -> None:
-        """Print one result. `at_least` or `at_most` among `more` is the target."""
-        line: dict[str, Any] = {"bench": self.bench, "case": case, "value": round(value, 4), "unit": unit}
-        line |= {"baseline": baseline and round(baseline, 4), "ratio": baseline and round(value / baseline, 4)}
-        least, most = more.pop("at_least", None), more.pop("at_most", None)
-        if least is not None or most is not None:
-            line |= {"target": least if least is not None else most}
-            line |= {"ok": value >= least if least is not None else value <= most}
-        line |= more
-        if self.as_json:
-            print(json.dumps(line), flush=True)
-        else:
-            rest = ", ".join(f"{key} {line[key]}" for key in line if key not in ("bench", "case", "value", "unit"))
-            print(f"{case:<44} {value:12.2f} {unit:<10} {rest}", flush=True)
 
 
 def prompt(num_tokens: int, seed: int, num_ids: int = 100_000) -> list[int]:

@@ -53,7 +53,7 @@ def _copy_weights(made: Any) -> None:
     for theirs, layer in zip(made.model.layers, ours.layers, strict=True):
         for part, values in zip(
             (theirs.self_attn.q_proj, theirs.self_attn.k_proj, theirs.self_attn.v_proj),
-            layer.qkv.split([query, kv, kv]),
+            layer.qkv.split([query, kv, kv]),  # type: ignore[no-untyped-call]
             strict=True,
         ):
             part.weight.copy_(values)

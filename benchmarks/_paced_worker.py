@@ -56,8 +56,8 @@ def hold_steps(pace: Pace) -> None:
         time.sleep(max(0.0, began_s + pace.step_s(tokens, answers) - time.perf_counter()))
         return logits
 
-    Runner.execute = held  # type: ignore[method-assign]
-    calibration.ThreadClock = SystemClock  # type: ignore[misc, assignment]  # a held step waits, and computes nothing
+    Runner.execute = held  # type: ignore[assignment, method-assign]
+    calibration.ThreadClock = SystemClock  # type: ignore[assignment, attr-defined]  # a held step waits, and computes nothing
 
 
 if __name__ == "__main__":

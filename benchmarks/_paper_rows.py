@@ -1,9 +1,10 @@
-"""A published number beside ours, and how both are printed."""
+"""A published number beside ours."""
 
 from __future__ import annotations
 
-import json
 from typing import NamedTuple
+
+from moonpool.bench.report import BenchReport
 
 _NEAR_RATIO = 0.25
 _NEAR_POINTS = 0.04  # of shares
@@ -43,32 +44,16 @@ class Row(NamedTuple):
         reason = self.why if self.value is None or self.is_near is False else ""
         return "; ".join(part for part in (self.note, reason) if part)
 
-
-def as_json(row: Row, run_s: float) -> str:
-    """One object; `run_s` is how long it took to find the row's number after the one before."""
-    return json.dumps(
-        {
-            "bench": "paper",
-            "case": row.case,
-            "value": _rounded(row.value),
-            "unit": row.unit,
-            "baseline": row.theirs,
-            "ratio": _rounded(row.ratio),
-            "difference": _rounded(row.difference),
-            "near": row.is_near,
-            "note": row.comment,
-            "run_s": round(run_s, 1),
-        }
-    )
-
-
-def as_text(row: Row, run_s: float) -> str:
-    ours = f"{row.value:10.3f}" if row.value is not None else f"{'-':>10}"
-    theirs = f"{row.theirs:10.3f}" if row.theirs is not None else f"{'-':>10}"
-    ratio = f"{row.ratio:6.2f}x" if row.ratio is not None else " " * 7
-    mark = "  " if row.is_near in (True, None) else " *"
-    return f"{row.case:62} {ours} {theirs} {ratio}{mark} {row.unit:16} {run_s:5.1f} s  {row.comment}"
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+    def add_to(self, report: BenchReport, run_s: float) -> None:
+        """Report it; `run_s` is how long it took to find its number after the one before."""
+        report.add(
+            self.case,
+            self.value,
+            self.unit,
+            self.theirs,
+            compared=False,
+            difference=None if self.difference is None else float(f"{self.difference:.4g}"),
+            near=self.is_near,
+            note=self.comment,
+            run_s=round(run_s, 1),
+        )

@@ -9,8 +9,6 @@ takes it out again. The claims are the baselines: 60 us among 16 + 16 workers, 2
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
@@ -18,6 +16,7 @@ from collections.abc import Callable
 
 from moonpool.base.cluster import PrefillSample, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.keys import object_key
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.conductor.messages import RequestEnded, Route
 from moonpool.conductor.placement.policy import POLICY_NAMES, PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex, fingerprints
@@ -96,27 +95,19 @@ def microseconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = bench_parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 1000])
     parser.add_argument("--blocks", type=int, default=24)
     arguments = parser.parse_args()
+    report = BenchReport.from_options("conductor_policy", arguments)
     rng = random.Random(0)
     keys = [rng.randbytes(32) for _ in range(arguments.blocks)]
     for num_workers in arguments.workers:
         for policy in POLICY_NAMES:
             state = make_state(policy, num_workers, keys)
             for what, make in (("decide", deciding), ("route", routing)):
-                value, claim = microseconds(make(state, keys)), CLAIMS_US.get(num_workers)
-                row = {
-                    "bench": "conductor_policy",
-                    "case": f"{what} {policy} {num_workers}+{num_workers} workers {arguments.blocks} blocks",
-                    "value": round(value, 1),
-                    "unit": "us",
-                    "baseline": claim,
-                    "ratio": round(value / claim, 3) if claim else None,
-                }
-                print(json.dumps(row) if arguments.json else f"{row['case']:55} {value:9.1f} us")
+                case = f"{what} {policy} {num_workers}+{num_workers} workers {arguments.blocks} blocks"
+                report.add(case, microseconds(make(state, keys)), "us", CLAIMS_US.get(num_workers))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ Both take turns, a decode is its median step times the number of steps, and the 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM
 
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.engine.config import EngineConfig, ModelConfig
 from moonpool.engine.engine import Engine
 from moonpool.engine.load import load_runner, make_scheduler
@@ -128,40 +127,26 @@ def _prompts(length: int, vocab_size: int, seed: int) -> Prompts:
     return prompts
 
 
-def lines(best: dict[str, float]) -> list[dict[str, object]]:
+def add_all(report: BenchReport, best: dict[str, float]) -> None:
     decoded = DECODE_SEQUENCES * NEW_TOKENS
     cases = [
         (f"prefill {PREFILL_TOKENS} tokens vs transformers", PREFILL_TOKENS, "prefill", "prefill transformers"),
         ("decode 8 vs transformers one by one", decoded, "decode", "decode transformers one by one"),
         ("decode 8 vs transformers batch 8", decoded, "decode", "decode transformers batch"),
     ]
-    return [
-        {
-            "bench": "engine_cpu",
-            "case": case,
-            "value": round(tokens / best[ours], 1),
-            "unit": "tokens/s",
-            "baseline": round(tokens / best[theirs], 1),
-            "ratio": round(best[theirs] / best[ours], 2),
-        }
-        for case, tokens, ours, theirs in cases
-    ]
+    for case, tokens, ours, theirs in cases:
+        report.add(case, tokens / best[ours], "tokens/s", tokens / best[theirs])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    for line in lines(measure(resolve(options.model), options.repeat)):
-        if options.json:
-            print(json.dumps(line))
-        else:
-            print(f"{line['case']:<42} {line['value']:>8} {line['unit']}  "
-                  f"({line['baseline']} baseline, {line['ratio']}x)")  # fmt: skip
+    report = BenchReport.from_options("engine_cpu", options)
+    add_all(report, measure(resolve(options.model), options.repeat))
 
 
 if __name__ == "__main__":

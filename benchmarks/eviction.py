@@ -25,7 +25,6 @@ percent of it where nearly everything fits) and 1.4 times of it where memory is 
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import random
@@ -39,8 +38,10 @@ from typing import NamedTuple
 
 from _conversation import CONVERSATION
 
-from moonpool.master.policies import DEFAULT_POLICY, POLICIES, EvictionPolicy, PrefixAware
+from moonpool.bench.report import BenchReport, bench_parser
+from moonpool.master.policies import POLICIES, EvictionPolicy, PrefixAware
 from moonpool.master.policies.prefix import COST_GROWTH_PER_TOKEN
+from moonpool.master.rules import PoolRules
 
 BLOCK_TOKENS = 512
 CAPACITIES = (1_000, 2_000, 5_000, 10_000, 30_000, 50_000, 100_000)
@@ -220,32 +221,23 @@ def call_ns(make: Make, num_slots: int = 200_000) -> Iterator[tuple[str, float]]
     yield "victim and remove", (time.thread_time_ns() - started) / num_victims
 
 
-# what is printed
+# what is reported
 
 
-def show(case: str, value: float, unit: str, baseline: float | None, as_json: bool) -> None:
-    ratio = value / baseline if baseline else None
-    if as_json:
-        fields = {"bench": "eviction", "case": case, "value": value, "unit": unit, "baseline": baseline, "ratio": ratio}
-        print(json.dumps(fields), flush=True)
-    else:
-        beside = "" if ratio is None else f"   lru {baseline:8.4f}   {ratio:5.2f}x"
-        print(f"{case:46} {value:9.4f} {unit:14}{beside}", flush=True)
-
-
-def show_capacity(policies: dict[str, Make], requests: list[Request], capacity: int, name: str, as_json: bool) -> None:
+def add_capacity(
+    report: BenchReport, policies: dict[str, Make], requests: list[Request], capacity: int, name: str
+) -> None:
     lru = exact_lru(requests, capacity)
     for policy, make in policies.items():
         outcome = replay(make, requests, capacity)
-        show(f"{policy}, {name} blocks", outcome.hit_rate, "hit rate", lru.hit_rate, as_json)
+        report.add(f"{policy}, {name} blocks", outcome.hit_rate, "hit rate", lru.hit_rate)
         assert outcome.prefill_saved is not None
-        show(f"{policy}, {name} blocks", outcome.prefill_saved, "prefill saved", lru.prefill_saved, as_json)
-    show(f"offline optimum, {name} blocks", optimum(requests, capacity).hit_rate, "hit rate", lru.hit_rate, as_json)
+        report.add(f"{policy}, {name} blocks", outcome.prefill_saved, "prefill saved", lru.prefill_saved)
+    report.add(f"offline optimum, {name} blocks", optimum(requests, capacity).hit_rate, "hit rate", lru.hit_rate)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--trace", type=Path, default=CONVERSATION)
     parser.add_argument("--capacity", type=int, nargs="+", default=CAPACITIES, help="in blocks")
     options = parser.parse_args()
@@ -253,15 +245,16 @@ def main() -> None:
         parser.error(f"no trace at {options.trace}")
     requests = load(options.trace) if options.trace.exists() else generate()
     num_unique = len({block for request in requests for block in request.blocks})
-    show(f"requests, {'trace' if options.trace.exists() else 'generated'}", len(requests), "", None, options.json)
-    policies = {(f"{name} (default)" if name == DEFAULT_POLICY else name): make for name, make in POLICIES.items()}
+    report = BenchReport.from_options("eviction", options)
+    report.add(f"requests, {'trace' if options.trace.exists() else 'generated'}", len(requests), "")
+    policies = {(f"{name} (default)" if name == PoolRules.eviction else name): make for name, make in POLICIES.items()}
     policies["prefix by cost"] = lambda: PrefixAware(cost_growth=BLOCK_TOKENS * COST_GROWTH_PER_TOKEN)
     for capacity in options.capacity:
-        show_capacity(policies, requests, capacity, f"{capacity:,}", options.json)
-    show_capacity(policies, requests, num_unique, "all", options.json)
+        add_capacity(report, policies, requests, capacity, f"{capacity:,}")
+    add_capacity(report, policies, requests, num_unique, "all")
     for name, make in POLICIES.items():
         for call, spent_ns in call_ns(make):
-            show(f"{name}, {call}", spent_ns, "ns", None, options.json)
+            report.add(f"{name}, {call}", spent_ns, "ns")
 
 
 if __name__ == "__main__":

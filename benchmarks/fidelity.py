@@ -14,11 +14,9 @@ Only then comes what nobody measured: the same requests, twice as fast, on one a
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import fcntl
-import json
 import random
 import statistics
 import sys
@@ -35,6 +33,7 @@ from _live_load import VOCAB, Answer, Quiet, Service, ask, llama
 from _live_profile import Calibration
 
 from moonpool.base.keys import chain_keys
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.frontend.workers import Connections
 from moonpool.launch.plan import ServeConfig
@@ -294,13 +293,13 @@ def of_jobs(jobs: Sequence[Job]) -> dict[str, float]:
 
 
 class Reporter:
-    """Prints lines for people, or JSON objects."""
+    """Reports simulated figures beside live ones. A figure of an earlier commit is no better or worse than another."""
 
-    def __init__(self, as_json: bool, bench: str = "fidelity") -> None:
-        self._as_json, self._bench = as_json, bench
+    def __init__(self, report: BenchReport) -> None:
+        self._report = report
 
     def say(self, text: str = "") -> None:
-        if not self._as_json:
+        if not self._report.as_json:
             print(text, flush=True)
 
     def compare_all(self, simulated: dict[str, float], lives: Sequence[dict[str, float]]) -> None:
@@ -314,25 +313,21 @@ class Reporter:
         spread = f"{min(live) * 1e3:.1f} .. {max(live) * 1e3:.1f}"
         claim: dict[str, Any] = {} if name.startswith(LONG_GAPS) else {"limit": LIMIT, "ok": abs(error) <= LIMIT}
         verdict = ("yes" if claim["ok"] else "NO") if claim else "(not claimed)"
-        self.say(f"{name:<25} {middle * 1e3:9.1f} {spread:>18} {simulated * 1e3:10.1f} {error:+8.1%}  {verdict}")
-        self._line(name, simulated, middle, live_min=min(live), live_max=max(live), **claim)
+        text = f"{name:<25} {middle * 1e3:9.1f} {spread:>18} {simulated * 1e3:10.1f} {error:+8.1%}  {verdict}"
+        self._add(name, simulated, "s", middle, text, live_min=min(live), live_max=max(live), **claim)
 
     def counted(self, what: str, simulated: int, live: list[int], unit: str) -> None:
         """Numbers without a claim."""
-        self.say(f"{what}: live {', '.join(map(str, live))}; simulated {simulated}")
-        self._line(what, simulated, statistics.median(live), unit=unit)
+        text = f"{what}: live {', '.join(map(str, live))}; simulated {simulated}"
+        self._add(what, simulated, unit, statistics.median(live), text)
 
     def what_if(self, case: str, found: dict[str, float], now: dict[str, float]) -> None:
         for name, value in found.items():
-            self.say(f"{case:<34} {name:<14} {value * 1e3:9.1f} ms  ({value / now[name]:.2f} of today's)")
-            self._line(f"what if: {case}: {name}", value, now[name])
+            text = f"{case:<34} {name:<14} {value * 1e3:9.1f} ms  ({value / now[name]:.2f} of today's)"
+            self._add(f"what if: {case}: {name}", value, "s", now[name], text)
 
-    def _line(self, case: str, value: float, baseline: float, unit: str = "s", **more: Any) -> None:
-        if self._as_json:
-            line = {"bench": self._bench, "case": case, "value": value, "unit": unit, "baseline": baseline,
-                    "ratio": value / baseline if baseline else None, **more}  # fmt: skip
-            rounded = {key: float(f"{each:.4g}") if isinstance(each, float) else each for key, each in line.items()}
-            print(json.dumps(rounded), flush=True)
+    def _add(self, case: str, value: float, unit: str, baseline: float, text: str, **more: Any) -> None:
+        self._report.add(case, value, unit, baseline, compared=False, text=text, **more)
 
 
 def report(measured: Measured, config: ClusterConfig, trace: Trace, reporter: Reporter) -> None:
@@ -352,8 +347,7 @@ def report(measured: Measured, config: ClusterConfig, trace: Trace, reporter: Re
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each round")
     parser.add_argument("--rate", type=float, default=RATE_PER_S, help="of requests, per second")
@@ -361,6 +355,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="where to save the measured profile, for moonpool replay")
     parser.add_argument("--lock", type=Path, help="a file to hold locked while something is measured")
     options = parser.parse_args()
+    reporter = Reporter(BenchReport.from_options("fidelity", options))
     load = Load(options.seconds, options.rate, options.seed)
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:
         service = Service(Path(folder), SHAPE, pins={"prefill-0": 0, "decode-0": 1}, prefill=1, decode=1)
@@ -373,7 +368,7 @@ def main() -> None:
     if options.profile is not None:
         write_profile(options.profile, measured.profile)
     trace = to_trace(load.requests(token_seed=0), service.config.block_tokens)
-    report(measured, cluster_config(service.config, measured.profile), trace, Reporter(options.json))
+    report(measured, cluster_config(service.config, measured.profile), trace, reporter)
 
 
 if __name__ == "__main__":

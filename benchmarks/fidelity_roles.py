@@ -13,7 +13,6 @@ more or less moves it by half a second. The numbers of refused requests and of r
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from _live_profile import Calibration
 from _live_swing import SHAPE, TBT_S, TTFT_S, SwingRequest, SwingRun, paced_service, requests, send_load
 from fidelity import MAX_OTHERS, Reporter, cluster_config, percentiles, to_trace
 
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.frontend.workers import Connections
 from moonpool.launch.plan import ServeConfig
@@ -94,14 +94,14 @@ def times_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=3, help="live rounds")
     parser.add_argument("--phases", type=int, default=4, help="of the load that swings")
     parser.add_argument("--phase-s", type=float, default=60.0, help="seconds of each phase")
     parser.add_argument("--rate", type=float, default=RATE_PER_S, help="of requests, per second")
     parser.add_argument("--seed", type=int, default=1, help="of the requests' lengths and times")
     options = parser.parse_args()
+    reporter = Reporter(BenchReport.from_options("fidelity_roles", options))
     load = requests(options.phases, options.phase_s, options.seed, options.rate)
     rounds = []
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:
@@ -117,7 +117,7 @@ def main() -> None:
             print(
                 f"round {number}/{options.repeat}: others used {others:.2f} cores{noisy}", file=sys.stderr, flush=True
             )
-    report(rounds, load, simulate(config, profile, load), Reporter(options.json, bench="fidelity_roles"))
+    report(rounds, load, simulate(config, profile, load), reporter)
 
 
 if __name__ == "__main__":

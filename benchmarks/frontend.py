@@ -40,6 +40,7 @@ from _live_load import free_port, process_cpu_s, wait
 
 from moonpool.base.clock import Deadline
 from moonpool.base.keys import chain_keys
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.conductor.messages import PrefillEnded, RequestEnded, Route
 from moonpool.engine.sequence import SamplingParams
 from moonpool.frontend.attempt import Attempt
@@ -261,27 +262,21 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, float, str, floa
         rounds = [[wrk.paced(each, options.seconds, options.rate) for each in (server, relay, bare)] for _ in range(3)]
         for name, at in (("p50", 1), ("p99", 2)):
             paced, through, alone = (sorted(load[at] for load in column)[1] for column in zip(*rounds, strict=True))
-            rate = sum(row[0].rate for row in rounds) / len(rounds)
-            yield f"{name} at {rate:.0f} requests/s", paced, "ms", alone
+            yield f"{name} at {options.rate:.0f} requests/s", paced, "ms", alone
             yield f"{name} of the relay", through, "ms", alone
             yield f"{name} added", paced - through, "ms", None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each of the measurements")
     parser.add_argument("--rate", type=float, default=400.0, help="requests per second while latency is measured")
     options = parser.parse_args(arguments)
     if shutil.which("wrk") is None or len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("this needs the program `wrk` (apt install wrk) and two cores")
+    report = BenchReport.from_options("frontend", options)
     for case, value, unit, baseline in measure(options):
-        ratio = value / baseline if baseline else None
-        row = {"bench": "frontend", "case": case, "value": round(value, 3), "unit": unit}
-        if options.json:
-            print(json.dumps({**row, "baseline": baseline and round(baseline, 3), "ratio": ratio and round(ratio, 3)}))
-        else:
-            print(f"{case:32} {value:10.2f} {unit:4} bare app {baseline or 0:10.2f}", flush=True)
+        report.add(case, value, unit, baseline)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ nothing. `--only` chooses cases; the service cases start `moonpool serve` and al
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -19,13 +18,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from _gpu_lab import (
     BLOCK_TOKENS,
     CHUNK,
-    Report,
     checked,
     decode_nbytes,
     end_decoding,
@@ -40,6 +38,7 @@ from _gpu_lab import (
     step_ms,
 )
 
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.engine.engine import Engine
 from moonpool.engine.kv_tensor import KvMemory
 
@@ -51,7 +50,7 @@ NUM_BLOCKS = 512
 LONG_TOKENS = 512 * BLOCK_TOKENS - 8  # 511 whole blocks and a part of one
 
 
-def decode(report: Report, num_seqs: int, context: int, at_most_ms: float) -> None:
+def decode(report: BenchReport, num_seqs: int, context: int, at_most_ms: float) -> None:
     pages = num_seqs * ((context + 3 * NUM_STEPS) // BLOCK_TOKENS + 2)
     engine = make_engine(pages, max_num_seqs=num_seqs)
     start_decoding(engine, num_seqs, context, 3 * NUM_STEPS)
@@ -60,18 +59,18 @@ def decode(report: Report, num_seqs: int, context: int, at_most_ms: float) -> No
     ideal = decode_nbytes(num_seqs, context + NUM_STEPS) / hbm_nbytes_s() * 1e3
     end_decoding(engine, num_seqs)
     case = f"decode, {num_seqs} sequences of {context} tokens"
-    report.say(case, found, "ms", ideal, at_most=at_most_ms, baseline_is="HBM copy bandwidth")
+    report.add(case, found, "ms", ideal, at_most=at_most_ms, baseline_is="HBM copy bandwidth")
 
 
-def prefill(report: Report) -> None:
+def prefill(report: BenchReport) -> None:
     engine = make_engine(3 * 520, max_num_seqs=8)
     matmul = matmul_flops() / 1e12
     for seed, (num_tokens, at_least) in enumerate(((2048, None), (8192, 650.0), (32_768, 600.0))):
         times = [prefill_s(engine, num_tokens, 10 * seed + repeat) for repeat in range(3)]
         found = prefill_flop(num_tokens) / min(times) / 1e12
         case = f"prefill of {num_tokens} tokens" + (" in chunks of 8k" if num_tokens > CHUNK else "")
-        more = {} if at_least is None else {"at_least": at_least}
-        report.say(case, found, "TFLOP/s", matmul, seconds=round(min(times), 4), baseline_is="matmul 8192^3", **more)
+        more: dict[str, Any] = {} if at_least is None else {"at_least": at_least}
+        report.add(case, found, "TFLOP/s", matmul, seconds=round(min(times), 4), baseline_is="matmul 8192^3", **more)
 
 
 def prefill_s(engine: Engine, num_tokens: int, seed: int) -> float:
@@ -85,7 +84,7 @@ def prefill_s(engine: Engine, num_tokens: int, seed: int) -> float:
     return time.perf_counter() - started_s
 
 
-def pool_rates(report: Report) -> None:
+def pool_rates(report: BenchReport) -> None:
     """Pull and put of 512 blocks, and decode steps of 32 sequences beside both."""
     from gpu_kv import KvSide, PoolProcess, fill_pages, keys_of, layout_of, measure
 
@@ -100,8 +99,8 @@ def pool_rates(report: Report) -> None:
         side = KvSide(run_dir, pool.address, KvMemory(layout, device="cuda"))
         try:
             for case, value, unit, baseline in measure(side, NUM_BLOCKS, 3):
-                more = {"at_least": targets[case]} if case in targets else {}
-                report.say(f"{NUM_BLOCKS} blocks: {case}", value, unit, baseline, **more)
+                more: dict[str, Any] = {"at_least": targets[case]} if case in targets else {}
+                report.add(f"{NUM_BLOCKS} blocks: {case}", value, unit, baseline, **more)
             ours, theirs = range(NUM_BLOCKS), range(NUM_BLOCKS, 2 * NUM_BLOCKS)
             fill_pages(side.kv, list(ours))
             pulled, put = keys_of(1, NUM_BLOCKS), keys_of(2, NUM_BLOCKS)
@@ -117,7 +116,7 @@ def pool_rates(report: Report) -> None:
                 with repeating(work) as count:
                     beside = step_ms(engine, 200)
                 name = f"decode of 32 sequences beside {case} of {NUM_BLOCKS} blocks"
-                report.say(name, beside, "ms", alone, at_most=1.15 * alone, baseline_is="alone", transfers=count[0])
+                report.add(name, beside, "ms", alone, at_most=1.15 * alone, baseline_is="alone", transfers=count[0])
             end_decoding(engine, 32)
         finally:
             side.close()
@@ -142,7 +141,7 @@ def repeating(work: Callable[[], object]) -> Iterator[list[int]]:
         running.result()
 
 
-def service(report: Report) -> None:
+def service(report: BenchReport) -> None:
     """Through front end, conductor and two workers: prompts from the pool, and prefills that hand off and store."""
     from _gpu_service import serving
 
@@ -154,7 +153,7 @@ def service(report: Report) -> None:
         running.ask(prompt(LONG_TOKENS, 300))
         off = [running.ask(prompt(LONG_TOKENS, 301 + seed)) for seed in range(3)]
     value, baseline = (statistics.median(one.ttft_s for one in each) * 1e3 for each in (pulled, off))
-    report.say(
+    report.add(
         "TTFT of 32k tokens from the pool", value, "ms", baseline, at_most=round(baseline / 6, 1),
         baseline_is="pool off", cached_tokens=[one.cached_tokens for one in pulled],
         each_ms=[round(one.ttft_s * 1e3, 1) for one in pulled],
@@ -163,7 +162,7 @@ def service(report: Report) -> None:
     engine = make_engine(8 * 130, max_num_seqs=8)
     alone = statistics.median([prefill_s(engine, CHUNK, 500 + seed) for seed in range(6)][1:]) * 1e3
     case = "prefill of 8192 tokens with hand-off and store"
-    report.say(case, with_transfers * 1e3, "ms", alone, at_most=round(1.05 * alone, 2), baseline_is="engine alone")
+    report.add(case, with_transfers * 1e3, "ms", alone, at_most=round(1.05 * alone, 2), baseline_is="engine alone")
 
 
 def exposed_s(running: Service) -> float:
@@ -185,18 +184,18 @@ def from_pool(running: Service) -> tuple[list[Answer], list[Answer]]:
     return pulled, [running.ask(prompt(LONG_TOKENS, 200 + seed)) for seed in range(2)]
 
 
-def transformers_static(report: Report) -> None:
+def transformers_static(report: BenchReport) -> None:
     """Decode steps of transformers with a static cache, on random weights of the same shape."""
     from _gpu_transformers import decode_ms
 
     release()
     for num_seqs, context in ((1, 1024), (64, 2048)):
-        report.say(
+        report.add(
             f"transformers, decode, {num_seqs} sequences of {context} tokens", decode_ms(num_seqs, context), "ms"
         )
 
 
-CASES: dict[str, Callable[[Report], None]] = {
+CASES: dict[str, Callable[[BenchReport], None]] = {
     "decode-1": lambda report: decode(report, 1, 1024, 5.0),
     "decode-64": lambda report: decode(report, 64, 2048, 9.5),
     "prefill": prefill,
@@ -206,8 +205,7 @@ CASES: dict[str, Callable[[Report], None]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", default=",".join(CASES), help=f"cases by name: {', '.join(CASES)}")
     parser.add_argument("--transformers", action="store_true", help="measure transformers with a static cache too")
     parser.add_argument("--limit-s", type=float, default=600.0, help="seconds after which the benchmark is ended")
@@ -215,7 +213,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu: no CUDA device here, nothing to do", file=sys.stderr)
         return 0
-    report = Report("gpu", arguments.json)
+    report = BenchReport.from_options("gpu", arguments)
     chosen = [name for name in arguments.only.split(",") if name]
     unknown = [name for name in chosen if name not in CASES]
     if unknown:
@@ -226,7 +224,7 @@ def main() -> int:
     return run(cases, report, arguments.limit_s)
 
 
-def run(cases: dict[str, Callable[[Report], None]], report: Report, limit_s: float) -> int:
+def run(cases: dict[str, Callable[[BenchReport], None]], report: BenchReport, limit_s: float) -> int:
     """Run the cases; return 1 if one of them raised. A case that hangs ends the process."""
     watch = threading.Timer(limit_s, end_process)
     watch.daemon = True

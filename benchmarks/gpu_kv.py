@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from moonpool.base.keys import CacheIdentity, chain_keys, object_key
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.engine.kv_memory import PIECE_LAYOUT, KvLayout
 from moonpool.engine.kv_tensor import KvMemory
 from moonpool.engine.sequence import AdmittedSequence, FullBlock
@@ -210,18 +210,14 @@ def measure(side: KvSide, num_blocks: int, rounds: int) -> Iterator[tuple[str, f
         yield f"{case}: bytes equal", float(equal_pages(side.kv, ours, theirs)), "1 = yes", None
 
 
-def main(num_blocks: int, rounds: int, as_json: bool) -> int:
+def main(num_blocks: int, rounds: int, report: BenchReport) -> int:
     layout, good = layout_of(2 * num_blocks), True
     dram_nbytes = int(1.1 * num_blocks * layout.page_nbytes) + 2**28
     with tempfile.TemporaryDirectory(prefix="mp-") as run_dir, PoolProcess(run_dir, dram_nbytes) as pool:
         side = KvSide(run_dir, pool.address, KvMemory(layout, device="cuda"))
         try:
             for case, value, unit, baseline in measure(side, num_blocks, rounds):
-                ratio = value / baseline if baseline else None
-                line = {"bench": "gpu_kv", "case": case, "value": value, "unit": unit, "baseline": baseline}
-                print(
-                    json.dumps({**line, "ratio": ratio}) if as_json else f"{case:<34} {value:9.2f} {unit}", flush=True
-                )
+                report.add(case, value, unit, baseline)
                 good = good and (unit != "1 = yes" or value == 1.0)
         finally:
             side.close()
@@ -229,8 +225,7 @@ def main(num_blocks: int, rounds: int, as_json: bool) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = bench_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pool", nargs=2, metavar=("RUN_DIR", "NBYTES"), help=argparse.SUPPRESS)
@@ -241,4 +236,4 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         print("gpu_kv: no CUDA device here, nothing to do", file=sys.stderr)
         sys.exit(0)
-    sys.exit(main(args.blocks, args.rounds, args.json))
+    sys.exit(main(args.blocks, args.rounds, BenchReport.from_options("gpu_kv", args)))

@@ -10,7 +10,6 @@ token, with the pool and without it (policy `local`: workers reuse their own pag
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -22,8 +21,10 @@ from typing import Any
 
 import httpx
 import torch
-from _gpu_lab import Report, prompt
+from _gpu_lab import prompt
 from _gpu_service import Answer, Service, end_with_parent, serving, stream
+
+from moonpool.bench.report import BenchReport, bench_parser
 
 _TRANSFORMERS_S = 300.0
 
@@ -76,15 +77,17 @@ async def _conversation(
     return turns
 
 
-def measure(service: Service, workload: Workload, report: Report, name: str, baseline: float | None) -> None:
+def measure(service: Service, workload: Workload, report: BenchReport, name: str, baseline: float | None) -> None:
     asyncio.run(converse(service.url, Workload.make(len(workload.messages), 1, (256, 64, 8), seed=50_000)))
     began_s = time.perf_counter()
     turns = asyncio.run(converse(service.url, workload))
     seconds = time.perf_counter() - began_s
     ttfts_ms = sorted(answer.ttft_s * 1e3 for _, answer in turns)
     hit_rate = sum(answer.cached_tokens for _, answer in turns) / sum(count for count, _ in turns)
-    target = {} if baseline is None else {"at_least": round(3 * baseline, 1), "baseline_is": "generate_batch"}
-    report.say(
+    target: dict[str, Any] = (
+        {} if baseline is None else {"at_least": round(3 * baseline, 1), "baseline_is": "generate_batch"}
+    )
+    report.add(
         f"{len(workload.messages)} conversations, {name}", workload.num_output_tokens / seconds, "tokens/s", baseline,
         hit_rate=round(hit_rate, 3), seconds=round(seconds, 2),
         ttft_ms={f"p{p}": round(ttfts_ms[min(len(ttfts_ms) - 1, len(ttfts_ms) * p // 100)], 1) for p in (50, 90, 99)},
@@ -92,7 +95,7 @@ def measure(service: Service, workload: Workload, report: Report, name: str, bas
     )  # fmt: skip
 
 
-def transformers_tokens_s(workload: Workload, report: Report) -> float:
+def transformers_tokens_s(workload: Workload, report: BenchReport) -> float:
     """Measure the baseline in a process of its own, which gives the GPU's memory back."""
     script = Path(__file__).with_name("_gpu_transformers.py")
     given: dict[str, Any] = {
@@ -103,13 +106,12 @@ def transformers_tokens_s(workload: Workload, report: Report) -> float:
         timeout=_TRANSFORMERS_S, preexec_fn=end_with_parent,
     )  # fmt: skip
     found = json.loads(done.stdout.splitlines()[-1])
-    report.say("transformers generate_batch", found["tokens_s"], "tokens/s", seconds=round(found["seconds"], 2))
+    report.add("transformers generate_batch", found["tokens_s"], "tokens/s", seconds=round(found["seconds"], 2))
     return float(found["tokens_s"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = bench_parser(__doc__)
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--system-tokens", type=int, default=1024)
@@ -121,7 +123,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_serve: no CUDA device here, nothing to do", file=sys.stderr)
         return 0
-    report = Report("gpu_serve", given.json)
+    report = BenchReport.from_options("gpu_serve", given)
     lengths = given.system_tokens, given.message_tokens, given.answer_tokens
     workload = Workload.make(given.conversations, given.turns, lengths)
     baseline = None if given.no_transformers else transformers_tokens_s(workload, report)

@@ -38,6 +38,7 @@ from moonpool.base.checksum import crc32c
 from moonpool.base.cluster import WORKER_SERVICE
 from moonpool.base.errors import Corrupt, MoonpoolError
 from moonpool.base.rpc import RpcServer
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.sequence import AdmittedSequence
@@ -437,8 +438,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, float, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1500, help="length of the prompt")
     parser.add_argument("--compute-ms", type=float, nargs="+", default=[0.0, 50.0, 250.0], help="of one layer")
     parser.add_argument("--rate-mbit", type=int, default=1000, help="rate of the link")
@@ -449,11 +449,9 @@ def main() -> None:
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
+    report = BenchReport.from_options("kv_path", options)
     for case, value, unit in measure(options):
-        if options.json:
-            print(json.dumps({"case": case, "value": round(value, 4), "unit": unit}), flush=True)
-        else:
-            print(f"{case:58} {value:10.3f} {unit}", flush=True)
+        report.add(case, value, unit)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from _live_swing import ELASTIC, SPLITS, measure_swing
 from _machines_lab import Machine, MachinesLab, missing
 
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 
@@ -222,8 +223,7 @@ def _make_hot(lab: HotPrefixLab, pool: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--clients", type=int, default=8, help="processes that read")
     parser.add_argument("--block-kib", type=int, default=512, help="size of a block")
     parser.add_argument("--rate-mbit", type=int, default=1000, help="rate of each node's link")
@@ -238,15 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reason = None if options.only == "swing" else missing()
     if reason is not None:
         raise SystemExit(reason)
+    report = BenchReport.from_options("live", options)
     for case, value, unit in measure(options):
-        if options.json:
-            print(json.dumps({"case": case, "value": round(value, 4), "unit": unit}), flush=True)
-        else:
-            print(f"{case:100} {value:10.3f} {unit}", flush=True)
+        report.add(case, value, unit)
 
 
 if __name__ == "__main__":
-    parts = {"--as-client": client_main, "--as-put": put_main, "--as-count": count_main}
+    parts: dict[str, Callable[..., None]] = {"--as-client": client_main, "--as-put": put_main, "--as-count": count_main}
     if len(sys.argv) > 1 and sys.argv[1] in parts:
         parts[sys.argv[1]](*sys.argv[2:])
     else:

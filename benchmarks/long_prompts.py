@@ -11,15 +11,17 @@ programs take from this one shows in `idle`, the longest gap of a loop that has 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from moonpool.base.errors import MoonpoolError
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.engine.tokenizer import Tokenizer
 from moonpool.frontend.preparing import Preparer, load_call
 from moonpool.frontend.prompts import CHAT, COMPLETION, Endpoint, ServedModel, load_model, prepare
@@ -47,7 +49,7 @@ class LockingTokenizer(Tokenizer):
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
 
-def cases(model: ServedModel) -> dict[str, tuple[Endpoint, bytes]]:
+def cases(model: ServedModel) -> dict[str, tuple[Endpoint[Any], bytes]]:
     """Bodies of the largest allowed size. Some are refused late, which takes as long."""
     chars, room = model.max_prompt_chars, model.max_body_nbytes - 1000
 
@@ -59,7 +61,7 @@ def cases(model: ServedModel) -> dict[str, tuple[Endpoint, bytes]]:
 
     words = "the quick brown fox jumps over the lazy dog. "
     empty = {"role": "user", "content": ""}
-    found = {
+    found: dict[str, tuple[Endpoint[Any], bytes]] = {
         "a prompt that fills the context": (CHAT, chat((words * 2000)[: 4 * model.max_model_len])),
         "words, as many as are let in": (CHAT, chat((words * (chars // 40))[:chars])),
         "one word without end": (CHAT, chat("a" * chars)),
@@ -86,36 +88,34 @@ async def stall_ms(work: Callable[[], Awaitable[object]]) -> float:
     return 1e3 * longest
 
 
-async def measure(repeat: int, as_json: bool) -> None:
+async def measure(repeat: int, report: BenchReport) -> None:
     model = load_model(Settings())
+    assert isinstance(model.codec, Tokenizer)
     locking = replace(model, codec=LockingTokenizer(model.codec))
     preparer = Preparer(model, load_call(load_model, MODEL, None, None))
     preparer.start()
     try:
         for case, (endpoint, raw) in cases(model).items():
-            ours = [await stall_ms(lambda e=endpoint, r=raw: preparer.prepare(e, r)) for _ in range(repeat)]
-            plain = [
-                await stall_ms(lambda e=endpoint, r=raw: asyncio.to_thread(prepare, locking, e, r))
-                for _ in range(repeat)
-            ]
+            ours = [await stall_ms(partial(preparer.prepare, endpoint, raw)) for _ in range(repeat)]
+            plain = [await stall_ms(partial(asyncio.to_thread, prepare, locking, endpoint, raw)) for _ in range(repeat)]
             idle = await stall_ms(lambda: asyncio.sleep(repeat * _IDLE_S))
-            show(f"{case}, {len(raw) / 1e6:.2f} MB", ours, plain, idle, as_json)
+            add(report, f"{case}, {len(raw) / 1e6:.2f} MB", ours, plain, idle)
     finally:
         await preparer.close()
 
 
-def show(case: str, ours: list[float], plain: list[float], idle: float, as_json: bool) -> None:
-    value, baseline = statistics.median(ours), statistics.median(plain)
-    row = {"bench": "long_prompts", "case": case, "value": round(value, 2), "unit": "ms"}
-    row |= {"baseline": round(baseline, 2), "ratio": round(value / baseline, 3)}
-    row |= {"promise": PROMISE_MS, "best": round(min(ours), 2), "worst": round(max(ours), 2), "idle": round(idle, 2)}
-    line = f"{case:45} {value:8.1f} ms (one thread {baseline:8.1f} ms, idle {idle:6.1f} ms)"
-    print(json.dumps(row) if as_json else line, flush=True)
+def add(report: BenchReport, case: str, ours: list[float], plain: list[float], idle: float) -> None:
+    more: dict[str, Any] = {
+        "promise": PROMISE_MS,
+        "best": round(min(ours), 2),
+        "worst": round(max(ours), 2),
+        "idle": round(idle, 2),
+    }
+    report.add(case, statistics.median(ours), "ms", statistics.median(plain), **more, baseline_is="one thread")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="stalls of the front end while it prepares long prompts")
-    parser.add_argument("--json", action="store_true")
+    parser = bench_parser("stalls of the front end while it prepares long prompts")
     parser.add_argument("--repeat", type=int, default=7)
     arguments = parser.parse_args()
-    asyncio.run(measure(arguments.repeat, arguments.json))
+    asyncio.run(measure(arguments.repeat, BenchReport.from_options("long_prompts", arguments)))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -41,6 +40,7 @@ from frontend import Wrk, front_end
 from moonpool.base.cluster import WORKER_SERVICE
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import BlockingClient
+from moonpool.bench.report import BenchReport, bench_parser
 
 NUM_PAGES, STATUS_S, RECORDS_S, SCRAPE_S = 5, 1.0, 2.0, 2
 _NUM_ANSWERS, _ANSWER_TOKENS = 8, 200
@@ -134,12 +134,11 @@ class Case(NamedTuple):
     unit: str
     turns: list[Turn]
 
-    def row(self) -> dict[str, object]:
-        """The medians, and the median of the turns' ratios."""
+    def add_to(self, report: BenchReport) -> None:
+        """Report the medians, and the median of the turns' ratios."""
         alone, watched = (statistics.median(column) for column in zip(*self.turns, strict=True))
         ratio = statistics.median(turn.watched / turn.alone for turn in self.turns)
-        figures = {"value": round(watched, 3), "unit": self.unit, "baseline": round(alone, 3), "ratio": round(ratio, 4)}
-        return {"bench": "observe", "case": self.name, **figures}
+        report.add(self.name, watched, self.unit, alone, ratio=ratio, baseline_is="alone")
 
 
 @contextlib.contextmanager
@@ -219,20 +218,18 @@ async def _answers(url: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of each measurement of requests per second")
     parser.add_argument("--turns", type=int, default=20, help="number of measurements with and without watchers")
     options = parser.parse_args(arguments)
     cores = sorted(os.sched_getaffinity(0))
     if shutil.which("wrk") is None or shutil.which("prometheus") is None or len(cores) < 2:
         raise SystemExit("this needs the programs `wrk` and `prometheus` (apt install wrk prometheus) and two cores")
+    report = BenchReport.from_options("observe", options)
     for measure in (requests, decode_steps):
         with tempfile.TemporaryDirectory() as name:
             for case in measure(Path(name), cores[0], cores[1], options):
-                row = case.row()
-                text = "{case:20} {value:10.3f} {unit:4} alone {baseline:10.3f}  ratio {ratio:.4f}".format(**row)
-                print(json.dumps(row) if options.json else text, flush=True)
+                case.add_to(report)
 
 
 if __name__ == "__main__":

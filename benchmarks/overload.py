@@ -18,8 +18,6 @@ decoded, and those are then refused for their TTFT, or come too late to a place 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +26,7 @@ from _conversation import conversation, origin
 from _paper_published import REJECTED
 from _paper_rows import Row
 
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.hardware import node
@@ -144,24 +143,14 @@ CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="short traces: shows that it runs, not the numbers")
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated; all without it")
     arguments = parser.parse_args()
+    report = BenchReport.from_options("overload", arguments)
     for name in arguments.case or CASES:
         for row in CASES[name](arguments.quick):
-            tell(row, arguments.json)
-
-
-def tell(row: Row, as_json: bool) -> None:
-    value = None if row.value is None else round(row.value, 4)
-    ratio = None if row.ratio is None else round(row.ratio, 3)
-    if as_json:
-        line = {"bench": "overload", "case": row.case, "value": value, "unit": row.unit}
-        print(json.dumps({**line, "baseline": row.theirs, "ratio": ratio, "note": row.comment}), flush=True)
-    else:
-        print(f"{row.case:64} {value!s:>10} {row.unit:10} {ratio!s:>6}  {row.comment}", flush=True)
+            report.add(row.case, row.value, row.unit, row.theirs, compared=False, note=row.comment)
 
 
 if __name__ == "__main__":

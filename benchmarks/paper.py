@@ -11,7 +11,6 @@ its numbers mean nothing. `run_s` is what a row's own runs took; figures share r
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,10 @@ from _paper_capacity import fig1, fig6, fig7, fig15
 from _paper_lab import Lab
 from _paper_physics import arxiv_store, eq2, fig12, fig14
 from _paper_prefill import arxiv_policies, fig5, fig8, fig10, fig13
-from _paper_rows import Row, as_json, as_text
+from _paper_rows import Row
 
 from moonpool.base.errors import MoonpoolError
+from moonpool.bench.report import BenchReport, bench_parser
 
 ASSUMPTIONS = (
     "prefill takes what Fig 14 says, a fit to its ten points; so does decoding one sequence",
@@ -68,20 +68,19 @@ CASES: dict[str, Callable[[Lab], Iterator[Row]]] = {
 
 def main() -> int:
     """1 where a case could not be run to its end."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", action="append", choices=CASES, metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--quick", action="store_true", help="on a few requests, to see that it runs")
     arguments = parser.parse_args()
     for assumption in ASSUMPTIONS:
         print(f"assumed: {assumption}", file=sys.stderr)
-    lab, told = Lab(quick=arguments.quick), as_json if arguments.json else as_text
+    lab, report = Lab(quick=arguments.quick), BenchReport.from_options("paper", arguments)
     num_failed = 0
     for name in arguments.only or CASES:
         began_s = time.perf_counter()
         try:
             for row, run_s in _timed(CASES[name](lab)):
-                print(told(row, run_s), flush=True)
+                row.add_to(report, run_s)
         except MoonpoolError as error:  # the other figures are worth having; the exit status tells
             num_failed += 1
             print(f"{name} FAILED: {error}", file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ weights.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -27,6 +26,7 @@ from _live_load import Service
 from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.errors import ModelError
 from moonpool.base.rpc import BlockingClient
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.conductor.messages import DecisionRecord, Records
 from moonpool.engine.model_fetch import DEFAULT_MODEL
 from moonpool.engine.model_files import require_weights, resolve
@@ -72,7 +72,7 @@ def last_record(service: Service) -> DecisionRecord:
         return conductor.call(Records(limit=1))[-1]
 
 
-def run(num_tokens: int, repeat: int, num_output: int) -> dict[str, object]:
+def run(report: BenchReport, num_tokens: int, repeat: int, num_output: int) -> None:
     shape: str | dict[str, int] = _SMOLLM2
     try:
         require_weights(resolve(DEFAULT_MODEL))
@@ -93,12 +93,18 @@ def run(num_tokens: int, repeat: int, num_output: int) -> dict[str, object]:
                 alone.start()
                 alone.wait_ready()
                 ask(alone, prompts[0], num_output)
-                return _compare(several, alone, prompts[1:], num_output, chunk_tokens, str(shape))
+                _compare(report, several, alone, prompts[1:], num_output, chunk_tokens, str(shape))
 
 
 def _compare(
-    several: Service, alone: Service, prompts: list[list[int]], num_output: int, chunk_tokens: int, model: str
-) -> dict[str, object]:
+    report: BenchReport,
+    several: Service,
+    alone: Service,
+    prompts: list[list[int]],
+    num_output: int,
+    chunk_tokens: int,
+    model: str,
+) -> None:
     ask(several, prompts[0], num_output)
     ask(alone, prompts[0], num_output)
     pairs, num_equal = [], 0
@@ -113,31 +119,28 @@ def _compare(
         pairs.append((together.ttft_s, single.ttft_s))
     if not pairs:
         raise SystemExit("no prompt had the same chunks in both services")
-    return {
-        "model": model if len(model) < 20 else "random weights in SmolLM2's shape",
-        "num_tokens": len(prompts[0]),
-        "chunk_tokens": chunk_tokens,
-        "num_prompts": len(pairs),
-        "num_equal_answers": num_equal,
-        "pipeline_ttft_s": statistics.median(each for each, _ in pairs),
-        "one_worker_ttft_s": statistics.median(each for _, each in pairs),
-        "ratio": statistics.median(each / other for each, other in pairs),
-    }
+    report.add(
+        f"TTFT of {len(prompts[0])} tokens, two workers in a pipeline",
+        statistics.median(each for each, _ in pairs),
+        "s",
+        statistics.median(each for _, each in pairs),
+        ratio=statistics.median(each / other for each, other in pairs),
+        baseline_is="one worker",
+        model=model if len(model) < 20 else "random weights in SmolLM2's shape",
+        chunk_tokens=chunk_tokens,
+        num_prompts=len(pairs),
+        num_equal_answers=num_equal,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--output", type=int, default=16)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = run(options.tokens, options.repeat, options.output)
-    if options.json:
-        print(json.dumps(found))
-        return
-    for name, value in found.items():
-        print(f"{name:20} {value:.3f}" if isinstance(value, float) else f"{name:20} {value}")
+    report = BenchReport.from_options("pipeline", options)
+    run(report, options.tokens, options.repeat, options.output)
 
 
 if __name__ == "__main__":

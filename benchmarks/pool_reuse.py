@@ -8,7 +8,6 @@ prefill worker with -9, waits for its successor, and sends the prompt again. The
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -20,6 +19,8 @@ from itertools import pairwise
 
 import httpx
 import psutil
+
+from moonpool.bench.report import BenchReport, bench_parser
 
 NUM_TOKENS = 1500
 
@@ -82,10 +83,10 @@ def replace_prefill(launcher: psutil.Process, url: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
+    report = BenchReport.from_options("pool_reuse", options)
     cold, warm, cached = [], [], NUM_TOKENS
     with tempfile.TemporaryDirectory() as state_dir:
         process, url = start(state_dir)
@@ -102,18 +103,8 @@ def main() -> None:
             process.send_signal(2)
             process.wait(10)
     before, after = statistics.median(cold), statistics.median(warm)
-    report(options.json, "TTFT, prefix pulled from the pool", after, "s", before)
-    report(options.json, "cached tokens of the prompt", cached, "tokens", NUM_TOKENS)
-
-
-def report(as_json: bool, case: str, value: float, unit: str, baseline: float) -> None:
-    line = {"bench": "pool_reuse", "case": case, "value": round(value, 3), "unit": unit,
-            "baseline": round(baseline, 3), "ratio": round(value / baseline, 3)}  # fmt: skip
-    print(
-        json.dumps(line)
-        if as_json
-        else f"{case:<36} {value:9.3f} {unit}  ({baseline:.3f}, ratio {value / baseline:.3f})"
-    )
+    report.add("TTFT, prefix pulled from the pool", after, "s", before)
+    report.add("cached tokens of the prompt", cached, "tokens", NUM_TOKENS)
 
 
 if __name__ == "__main__":

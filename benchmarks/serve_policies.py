@@ -10,9 +10,7 @@ most 0.6, global / local at most 1.05.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -20,6 +18,8 @@ import tempfile
 from pathlib import Path
 
 from _live_load import VOCAB, Service, ask, llama
+
+from moonpool.bench.report import BenchReport, bench_parser
 
 POLICIES = ("random", "local", "paper", "cost")
 CLAIMS = (("random", 0.6), ("local", 1.05))
@@ -80,25 +80,16 @@ def measure(repeat: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
+    report = BenchReport.from_options("serve_policies", options)
     medians = {policy: statistics.median(found) for policy, found in measure(options.repeat).items()}
     for policy in POLICIES:
-        report(options.json, f"mean TTFT, {policy}", medians[policy], "s", medians["random"], None)
+        report.add(f"mean TTFT, {policy}", medians[policy], "s", medians["random"])
     for other, limit in CLAIMS:
-        report(options.json, f"paper / {other}", medians["paper"], "s", medians[other], limit)
-
-
-def report(as_json: bool, case: str, value: float, unit: str, baseline: float, limit: float | None) -> None:
-    ratio = value / baseline
-    line = {"bench": "serve_policies", "case": case, "value": round(value, 4), "unit": unit,
-            "baseline": round(baseline, 4), "ratio": round(ratio, 3)}  # fmt: skip
-    if limit is not None:
-        line |= {"limit": limit, "ok": ratio <= limit}
-    text = f"{case:<24} {value:8.3f} {unit}  ({baseline:.3f}, ratio {ratio:.3f})"
-    print(json.dumps(line) if as_json else text + ("" if limit is None else f"  limit {limit}"), flush=True)
+        ours, theirs = medians["paper"], medians[other]
+        report.add(f"paper / {other}", ours, "s", theirs, limit=limit, ok=ours / theirs <= limit)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ cores, so run it alone and take the median.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import re
 import signal
@@ -25,6 +23,8 @@ from pathlib import Path
 
 import httpx
 import psutil
+
+from moonpool.bench.report import BenchReport, bench_parser
 
 GB = 1_000_000_000
 READY_S, RESIDENT_NBYTES, ENDED_S = 30.0, 6 * GB, 5.0
@@ -83,10 +83,10 @@ def resident_nbytes(launcher: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = bench_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
+    report = BenchReport.from_options("service_life", arguments)
     alone_s, alone_nbytes = one_process()
     lives = [service_life() for _ in range(arguments.repeat)]
     ready_s, nbytes, ended_s = (statistics.median(column) for column in zip(*lives, strict=True))
@@ -96,13 +96,7 @@ def main() -> int:
         ("ended after Ctrl-C", ended_s, "s", ENDED_S, ENDED_S),
     ]
     for case, value, unit, baseline, aim in rows:
-        row = {"bench": "service_life", "case": case, "value": round(value, 3), "unit": unit}
-        row |= {"baseline": round(baseline, 3), "ratio": round(value / baseline, 3), "target": aim, "ok": value < aim}
-        print(
-            json.dumps(row)
-            if arguments.json
-            else f"{case}: {value:.2f} {unit} (aim {aim:g}, one process {baseline:.2f})"
-        )
+        report.add(case, value, unit, baseline, at_most=aim)
     return 0 if all(value < aim for _, value, _, _, aim in rows) else 1
 
 

@@ -10,9 +10,7 @@ takes at most 1 s of a core.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import resource
 import tempfile
 import time
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from _conversation import RATE_PER_S, conversation, origin
 
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.sim.physics.hardware import node
 from moonpool.sim.physics.model_shape import preset
 from moonpool.sim.physics.paper_fit import paper_cost
@@ -59,27 +58,18 @@ def reading_s(trace: Trace) -> float:
         return time.process_time() - began_s
 
 
-def tell(case: str, value: float, unit: str, claimed: float, note: str, as_json: bool) -> None:
-    row = {"bench": "simulator", "case": case, "value": round(value, 3), "unit": unit, "baseline": claimed}
-    row["ratio"] = round(value / claimed, 3)
-    if as_json:
-        print(json.dumps({**row, "note": note}), flush=True)
-    else:
-        print(f"{case:40} {value:10.2f} {unit:4} claimed {claimed:g}  {note}", flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1000, help="of the large run")
     parser.add_argument("--requests", type=int, default=0, help="of the large run; 0: none")
     arguments = parser.parse_args()
+    report = BenchReport.from_options("simulator", arguments)
     trace = conversation()
     note = f"{origin()}, {len(trace)} requests"
-    tell("its file is read", reading_s(trace), "s", CLAIMED_READ_S, note, arguments.json)
+    report.add("its file is read", reading_s(trace), "s", CLAIMED_READ_S, note=note)
     seconds, results = simulate(trace, 16)
     note = f"{origin()}, {len(trace)} requests, {1e6 * seconds / len(trace):.0f} us each"
-    tell("an hour on 16 nodes", seconds, "s", CLAIMED_S, note, arguments.json)
+    report.add("an hour on 16 nodes", seconds, "s", CLAIMED_S, note=note)
     if not arguments.requests:
         return
     num_nodes, share = arguments.nodes, arguments.requests / 1e6
@@ -88,9 +78,9 @@ def main() -> None:
     summary = results.summary()
     note = f"{1e6 * seconds / len(big):.0f} us each; done {summary['num_done']:g}, hits {summary['hit_share']:.3f}"
     case = f"{arguments.requests} requests, {num_nodes} nodes"
-    tell(case, seconds, "s", CLAIMED_BIG_S * share, note, arguments.json)
+    report.add(case, seconds, "s", CLAIMED_BIG_S * share, note=note)
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    tell(f"{case}, memory", peak_gb, "GB", CLAIMED_BIG_GB, "peak of the process", arguments.json)
+    report.add(f"{case}, memory", peak_gb, "GB", CLAIMED_BIG_GB, note="peak of the process")
 
 
 if __name__ == "__main__":

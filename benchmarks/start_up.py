@@ -8,11 +8,11 @@ claims are the baselines: 1 s for `moonpool --help`, 3 s for `moonpool doctor`.
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import subprocess
 import sys
+
+from moonpool.bench.report import BenchReport, bench_parser
 
 CLAIMED_S = {"--help": 1.0, "doctor": 3.0}
 NUM_RUNS = 5
@@ -32,15 +32,10 @@ def run_cpu_s(argument: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    as_json = parser.parse_args().json
+    report = BenchReport.from_options("start_up", bench_parser(__doc__).parse_args())
     for argument, claimed_s in CLAIMED_S.items():
         value = min(run_cpu_s(argument) for _ in range(NUM_RUNS))
-        row = {"bench": "start_up", "case": f"moonpool {argument}", "value": round(value, 3), "unit": "s of a core"}
-        row |= {"baseline": claimed_s, "ratio": round(value / claimed_s, 3)}
-        text = f"{row['case']:20} {value:6.2f} s of a core, claimed {claimed_s:g}"
-        print(json.dumps(row) if as_json else text, flush=True)
+        report.add(f"moonpool {argument}", value, "s of a core", claimed_s)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ offload at 0.6; with --large ten million objects in 8 GB, at half the rates of 1
 
 from __future__ import annotations
 
-import argparse
-
 from moonpool.bench import store as bench_store
+from moonpool.bench.report import BenchReport, bench_parser
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--case", action="append", default=[], help=f"one of {', '.join(bench_store.CASES)}")
     parser.add_argument("--quick", action="store_true", help="shows that it works, not how fast")
     parser.add_argument("--rounds", type=int, default=None)
@@ -26,7 +24,7 @@ if __name__ == "__main__":
     parser.add_argument("--folder", default=None, help="on the disk that the case ssd measures")
     options = parser.parse_args()
     bench_store.run(
-        as_json=options.json,
+        BenchReport.from_options("store", options),
         cases=options.case,
         quick=options.quick,
         rounds=options.rounds,

@@ -24,6 +24,7 @@ import numpy as np
 
 from moonpool.base.checksum import crc32c
 from moonpool.base.object_header import ObjectHeader, Piece, header_nbytes
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.node.ssd import LogItem, LogLocation, LogRead, SsdConfig, SsdLog
 from moonpool.transfer import aligned_buffer
 
@@ -105,17 +106,7 @@ def empty(log: SsdLog) -> None:
         log.release(file)
 
 
-def report(as_json: bool, case: str, unit: str, values: list[float], baselines: list[float] | None) -> None:
-    value = statistics.median(values)
-    baseline = statistics.median(baselines) if baselines else None
-    ratio = None if baseline is None else round(value / baseline, 3)
-    line = {"bench": "store_ssd", "case": case, "value": round(value, 3 if unit == "s" else 0), "unit": unit,
-            "baseline": None if baseline is None else round(baseline), "ratio": ratio}  # fmt: skip
-    text = f"{case:<60} {line['value']:8} {unit}" + (f"  (fio {baseline:.0f}, ratio {ratio})" if baseline else "")
-    print(json.dumps(line) if as_json else text, flush=True)
-
-
-def measure(options: argparse.Namespace, folder: str) -> None:
+def measure(options: argparse.Namespace, folder: str, report: BenchReport) -> None:
     size_nbytes, baseline_path = options.size_mib * MIB, os.path.join(folder, "fio")
     num_batches = max(1, options.size_mib // options.batch)
     config = SsdConfig(max_nbytes=max(4 * size_nbytes, 2048 * MIB))
@@ -140,23 +131,13 @@ def measure(options: argparse.Namespace, folder: str) -> None:
             results["single"].append(read_back(log, where, 1))
         results["open"].append(time_to_open(path, config))
         shutil.rmtree(path)
-    report(
-        options.json,
-        f"offload of 1 MiB objects, {options.batch} a call, fresh files",
-        "MiB/s",
-        results["fresh"],
-        results["write"],
-    )
-    report(
-        options.json,
-        f"offload of 1 MiB objects, {options.batch} a call, used files",
-        "MiB/s",
-        results["again"],
-        results["write"],
-    )
-    report(options.json, f"read of 1 MiB objects, {options.batch} a call", "MiB/s", results["many"], results["read"])
-    report(options.json, "read of 1 MiB objects, one a call", "MiB/s", results["single"], results["read"])
-    report(options.json, f"open() of {options.size_mib} MiB", "s", results["open"], None)
+    found = {name: statistics.median(values) for name, values in results.items()}
+    many = f"1 MiB objects, {options.batch} a call"
+    report.add(f"offload of {many}, fresh files", found["fresh"], "MiB/s", found["write"], baseline_is="fio")
+    report.add(f"offload of {many}, used files", found["again"], "MiB/s", found["write"], baseline_is="fio")
+    report.add(f"read of {many}", found["many"], "MiB/s", found["read"], baseline_is="fio")
+    report.add("read of 1 MiB objects, one a call", found["single"], "MiB/s", found["read"], baseline_is="fio")
+    report.add(f"open() of {options.size_mib} MiB", found["open"], "s")
 
 
 def time_to_open(path: str, config: SsdConfig) -> float:
@@ -168,8 +149,7 @@ def time_to_open(path: str, config: SsdConfig) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--dir", default=None, help="a folder on the disk to measure (default: the temporary one)")
     parser.add_argument("--size-mib", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=32, help="objects per call")
@@ -179,7 +159,7 @@ def main() -> None:
         print("store_ssd: fio is not installed (apt-get install fio), so there is nothing to compare with")
         return
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        measure(options, folder)
+        measure(options, folder, BenchReport.from_options("store_ssd", options))
 
 
 if __name__ == "__main__":

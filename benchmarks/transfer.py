@@ -8,13 +8,12 @@ single-thread memcpy, a view in under 50 us, 100,000 (shm) and 50,000 (tcp) tran
 
 from __future__ import annotations
 
-import argparse
-
 from moonpool.bench import transfer as bench_transfer
+from moonpool.bench.report import BenchReport, bench_parser
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    bench_transfer.run(as_json=options.json, rounds=options.rounds, seconds=bench_transfer.SECONDS)
+    report = BenchReport.from_options("transfer", options)
+    bench_transfer.run(report, rounds=options.rounds, seconds=bench_transfer.SECONDS)

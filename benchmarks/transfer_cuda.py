@@ -12,19 +12,21 @@ about 0.1 ms, so transfers of a few MiB are bound by it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Unavailable
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.transfer.control import ControlHandler
 from moonpool.transfer.memory.buffers import address_of
 from moonpool.transfer.memory.location import host_id
@@ -76,24 +78,17 @@ def seconds(act: Callable[[], None]) -> float:
 
 
 def compare(
-    as_json: bool, case: str, rounds: int, nbytes: int, ours: Callable[[], None], plain: Callable[[], None]
+    report: BenchReport, case: str, rounds: int, nbytes: int, ours: Callable[[], None], plain: Callable[[], None]
 ) -> None:
     for act in (ours, plain, ours, plain):  # the first time pages are touched and lanes are made
         act()
     pairs = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
     value, baseline = (nbytes / statistics.median(times) / 1e9 for times in zip(*pairs, strict=True))
-    report(as_json, case, value, "GB/s", baseline)
-
-
-def report(as_json: bool, case: str, value: float, unit: str, baseline: float) -> None:
-    ratio = value / baseline
-    line = {"bench": "transfer_cuda", "case": case, "value": round(value, 2), "unit": unit,
-            "baseline": round(baseline, 2), "ratio": round(ratio, 3)}  # fmt: skip
-    text = f"{case:<52} {value:9.2f} {unit}  ({baseline:.2f}, ratio {ratio:.3f})"
-    print(json.dumps(line) if as_json else text, flush=True)
+    report.add(case, value, "GB/s", baseline)
 
 
 def measure(options: argparse.Namespace) -> None:
+    report = BenchReport.from_options("transfer_cuda", options)
     nbytes = options.size_mib * MIB
     device = driver().device(0)
     mine, other = device.allocate(nbytes), device.allocate(nbytes)
@@ -111,31 +106,34 @@ def measure(options: argparse.Namespace) -> None:
 
         return copy
 
-    hosts = {"pinned": (pinned, address_of(pinned)), "pageable": (pageable, pageable.ctypes.data)}
+    hosts: dict[str, tuple[Any, int]] = {
+        "pinned": (pinned, address_of(pinned)),
+        "pageable": (pageable, pageable.ctypes.data),
+    }
     with opened(nbytes, 0) as remote, opened(nbytes, MIB) as fenced:
         for kind, (memory, address) in hosts.items():
-            compare(options.json, f"owner's read {options.size_mib} MiB to {kind} memory", options.rounds, nbytes,
-                    lambda memory=memory: own_segment.read_into(0, [memory], timeout_s=T),
+            compare(report, f"owner's read {options.size_mib} MiB to {kind} memory", options.rounds, nbytes,
+                    partial(own_segment.read_into, 0, [memory], timeout_s=T),
                     plain(address, mine.address))  # fmt: skip
-            compare(options.json, f"owner's write {options.size_mib} MiB from {kind} memory", options.rounds, nbytes,
-                    lambda memory=memory: own_segment.write_from(0, [memory], generation=1, timeout_s=T),
+            compare(report, f"owner's write {options.size_mib} MiB from {kind} memory", options.rounds, nbytes,
+                    partial(own_segment.write_from, 0, [memory], generation=1, timeout_s=T),
                     plain(mine.address, address))  # fmt: skip
-            compare(options.json, f"read {options.size_mib} MiB to {kind} memory", options.rounds, nbytes,
-                    lambda memory=memory: remote.read_into(0, [memory], timeout_s=T),
+            compare(report, f"read {options.size_mib} MiB to {kind} memory", options.rounds, nbytes,
+                    partial(remote.read_into, 0, [memory], timeout_s=T),
                     plain(address, mine.address))  # fmt: skip
-            compare(options.json, f"write {options.size_mib} MiB from {kind} memory", options.rounds, nbytes,
-                    lambda memory=memory: remote.write_from(0, [memory], generation=1, timeout_s=T),
+            compare(report, f"write {options.size_mib} MiB from {kind} memory", options.rounds, nbytes,
+                    partial(remote.write_from, 0, [memory], generation=1, timeout_s=T),
                     plain(mine.address, address))  # fmt: skip
-            compare(options.json, f"fenced write {options.size_mib} MiB from {kind} memory", options.rounds, nbytes,
-                    lambda memory=memory: fenced.write_from(0, [memory], generation=1, timeout_s=T),
+            compare(report, f"fenced write {options.size_mib} MiB from {kind} memory", options.rounds, nbytes,
+                    partial(fenced.write_from, 0, [memory], generation=1, timeout_s=T),
                     plain(mine.address, address))  # fmt: skip
-        compare(options.json, f"read {options.size_mib} MiB to GPU memory", options.rounds, nbytes,
+        compare(report, f"read {options.size_mib} MiB to GPU memory", options.rounds, nbytes,
                 lambda: remote.read_into(0, [target], timeout_s=T),
                 plain(other.address, mine.address))  # fmt: skip
-        small(options, remote, mine.address, pageable)
+        small(report, remote, mine.address, pageable)
 
 
-def small(options: argparse.Namespace, remote: CudaRemote, mine: int, pageable: np.ndarray) -> None:
+def small(report: BenchReport, remote: CudaRemote, mine: int, pageable: np.ndarray) -> None:
     """Many small pieces, far apart, and a single one."""
     device = driver().device(0)
     items = [(at * 16384, pageable[at * 4096 : (at + 1) * 4096]) for at in range(1000)]
@@ -147,7 +145,7 @@ def small(options: argparse.Namespace, remote: CudaRemote, mine: int, pageable: 
 
     rates = [(1000 / seconds(lambda: remote.read_many(items, timeout_s=T)), 1000 / seconds(plain)) for _ in range(10)]
     value, baseline = (statistics.median(column) for column in zip(*rates, strict=True))
-    report(options.json, "read 1000 x 4 KiB to pageable memory", value, "transfers/s", baseline)
+    report.add("read 1000 x 4 KiB to pageable memory", value, "transfers/s", baseline)
     page = items[0][1]
 
     def plain_page() -> None:
@@ -156,12 +154,11 @@ def small(options: argparse.Namespace, remote: CudaRemote, mine: int, pageable: 
 
     times = [(seconds(lambda: remote.read_into(0, [page], timeout_s=T)), seconds(plain_page)) for _ in range(200)]
     value, baseline = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
-    report(options.json, "time of one read of 4 KiB", value, "us", baseline)
+    report.add("time of one read of 4 KiB", value, "us", baseline)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--size-mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--own", type=int, nargs=2, help=argparse.SUPPRESS)

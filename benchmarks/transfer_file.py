@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from moonpool.bench.report import BenchReport, bench_parser
 from moonpool.transfer import FileSegment, SegmentDescriptor, aligned_buffer, host_id
 from moonpool.transfer.transports.file.transport import FileRemote, FileTransport
 
@@ -77,7 +78,7 @@ def ours(remote: FileRemote, op: str, seconds: float, threads: int, *, aligned: 
     return sum(moved) / (time.monotonic() - begin)
 
 
-def compare(options: argparse.Namespace, remote: FileRemote, path: str, op: str) -> None:
+def compare(report: BenchReport, options: argparse.Namespace, remote: FileRemote, path: str, op: str) -> None:
     size, seconds = options.size_mib * MIB, options.seconds
     for width in (1, 4):
         engines = [("psync", width, 1)] + ([(e, 1, width) for e in ("io_uring", "libaio")] if width > 1 else [])
@@ -90,22 +91,11 @@ def compare(options: argparse.Namespace, remote: FileRemote, path: str, op: str)
                 if rate is not None:
                     baselines.setdefault(f"{engine} numjobs={jobs} iodepth={depth}", []).append(rate)
         for name, rates in baselines.items():
-            report(options.json, f"{op}, {width} thread(s), vs fio {name}", values, rates)
+            case = f"{op}, {width} thread(s), vs fio {name}"
+            report.add(case, statistics.median(values), "MiB/s", statistics.median(rates))
 
 
-def report(as_json: bool, case: str, values: list[float], baselines: list[float]) -> None:
-    value, baseline = statistics.median(values), statistics.median(baselines)
-    line = {"bench": "transfer_file", "case": case, "value": round(value), "unit": "MiB/s",
-            "baseline": round(baseline), "ratio": round(value / baseline, 3)}  # fmt: skip
-    print(
-        json.dumps(line)
-        if as_json
-        else f"{case:<60} {value:7.0f} MiB/s  ({baseline:.0f}, ratio {value / baseline:.3f})",
-        flush=True,
-    )
-
-
-def measure(options: argparse.Namespace, folder: str) -> None:
+def measure(report: BenchReport, options: argparse.Namespace, folder: str) -> None:
     path = os.path.join(folder, "segment")
     transport = FileTransport()
     with FileSegment.create(path, options.size_mib * MIB, granule_nbytes=MIB, incarnation=1) as segment:
@@ -114,6 +104,7 @@ def measure(options: argparse.Namespace, folder: str) -> None:
             name=segment.name, nbytes=segment.nbytes, incarnation=1, host=host_id(), endpoints=(endpoint,)
         )
         remote = transport.open(descriptor, endpoint, timeout_s=1.0)
+        assert isinstance(remote, FileRemote)
         if not remote.direct:
             print(f"{folder} has no direct I/O, nothing is measured; give --dir on a disk")
             return
@@ -124,19 +115,19 @@ def measure(options: argparse.Namespace, folder: str) -> None:
             remote.write_from(at, [page], generation=1, timeout_s=30)
         remote.sync()
         for op in ("read", "write"):
-            compare(options, remote, path, op)
+            compare(report, options, remote, path, op)
         assert remote.num_bounces == 0
         pairs = [
             [ours(remote, "read", options.seconds, 1, aligned=a) for a in (False, True)] for _ in range(options.rounds)
         ]
-        report(options.json, "read, memory not aligned, vs aligned", [p[0] for p in pairs], [p[1] for p in pairs])
+        unaligned, aligned = (statistics.median(rates) for rates in zip(*pairs, strict=True))
+        report.add("read, memory not aligned, vs aligned", unaligned, "MiB/s", aligned)
         remote.close()
         transport.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--dir", default=None, help="a folder on the disk to measure (default: the temporary one)")
     parser.add_argument("--size-mib", type=int, default=512)
     parser.add_argument("--seconds", type=int, default=1, help="per measurement")
@@ -146,7 +137,7 @@ def main() -> None:
         print("transfer_file: fio is not installed (apt-get install fio), so there is nothing to compare with")
         return
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        measure(options, folder)
+        measure(BenchReport.from_options("transfer_file", options), options, folder)
 
 
 if __name__ == "__main__":

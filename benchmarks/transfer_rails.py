@@ -12,44 +12,44 @@ With other work on both cores, ratios of 1.9 to 2.0 and of 1.0 were seen, and st
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 
 from _rails_lab import RailsLab, missing
 
+from moonpool.bench.report import BenchReport, bench_parser
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--mib", type=int, default=512, help="size of each transfer")
     options = parser.parse_args()
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
+    report = BenchReport.from_options("transfer_rails", options)
     nbytes = options.mib << 20
     for op in ("read", "write"):
-        compare_rates(options.json, op, nbytes)
+        compare_rates(report, op, nbytes)
         for fault in ("unplugged", "silent"):
-            cut_and_return(options.json, op, fault)
-            cut_and_return(options.json, op, fault, preferred=1)
-        begin_in_silence(options.json, op)
+            cut_and_return(report, op, fault)
+            cut_and_return(report, op, fault, preferred=1)
+        begin_in_silence(report, op)
 
 
-def compare_rates(as_json: bool, op: str, nbytes: int) -> None:
+def compare_rates(report: BenchReport, op: str, nbytes: int) -> None:
     with RailsLab([1000, 1000]) as lab:
         one = lab.transfer(op=op, nbytes=nbytes // 2, only=0)
         both = lab.transfer(op=op, nbytes=nbytes)
-        report(as_json, f"{op}: two rails against one", both.rate / 1e6, "MB/s", one.rate / 1e6)
+        report.add(f"{op}: two rails against one", both.rate / 1e6, "MB/s", one.rate / 1e6)
     with RailsLab([1000, 250]) as lab:
         fast = lab.transfer(op=op, nbytes=nbytes // 2, only=0)
         slow = lab.transfer(op=op, nbytes=nbytes // 8, only=1)
         both = lab.transfer(op=op, nbytes=nbytes)
         total = (fast.rate + slow.rate) / 1e6
-        report(as_json, f"{op}: rails of 4:1 against their sum", both.rate / 1e6, "MB/s", total)
+        report.add(f"{op}: rails of 4:1 against their sum", both.rate / 1e6, "MB/s", total)
 
 
-def cut_and_return(as_json: bool, op: str, fault: str, *, preferred: int | None = None) -> None:
+def cut_and_return(report: BenchReport, op: str, fault: str, *, preferred: int | None = None) -> None:
     """The limits, 1 s and 5 s, are the baselines. With `preferred`, that rail is cut, and the other stands in."""
     with RailsLab([1000, 1000], preferred=preferred) as lab:
         lab.start(op=op, seconds=8.0)
@@ -62,11 +62,11 @@ def cut_and_return(as_json: bool, op: str, fault: str, *, preferred: int | None 
         raise SystemExit(f"{op}, {fault}: wrong bytes")
     used_s = result.first_use_s(1 if preferred is None else 0, returned_s)  # the preferred one is sampled first
     which = "one rail" if preferred is None else "the memory's rail"
-    report(as_json, f"{op}: longest stall, {which} {fault}", result.longest_stall_s, "s", 1.0)
-    report(as_json, f"{op}: {which} used again, was {fault}", (used_s or float("inf")) - returned_s, "s", 5.0)
+    report.add(f"{op}: longest stall, {which} {fault}", result.longest_stall_s, "s", 1.0)
+    report.add(f"{op}: {which} used again, was {fault}", (used_s or float("inf")) - returned_s, "s", 5.0)
 
 
-def begin_in_silence(as_json: bool, op: str) -> None:
+def begin_in_silence(report: BenchReport, op: str) -> None:
     """The limit, 10 s, is the baseline."""
     with RailsLab([400, 400]) as lab:
         with lab.silent(0):
@@ -75,14 +75,7 @@ def begin_in_silence(as_json: bool, op: str) -> None:
             took_s = time.monotonic() - started_s
         if not result.correct:
             raise SystemExit(f"{op}, silent from the start: wrong bytes")
-        report(as_json, f"{op}: 64 MiB, one rail silent from the start", took_s, "s", 10.0)
-
-
-def report(as_json: bool, case: str, value: float, unit: str, baseline: float) -> None:
-    line = {"bench": "transfer_rails", "case": case, "value": round(value, 3), "unit": unit,
-            "baseline": round(baseline, 3), "ratio": round(value / baseline, 3)}  # fmt: skip
-    text = f"{case:<40} {value:9.3f} {unit}  ({baseline:.3f}, ratio {value / baseline:.3f})"
-    print(json.dumps(line) if as_json else text, flush=True)
+        report.add(f"{op}: 64 MiB, one rail silent from the start", took_s, "s", 10.0)
 
 
 if __name__ == "__main__":

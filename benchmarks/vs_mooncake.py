@@ -24,10 +24,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 from _mooncake_systems import WHEEL, ClientFailed, PoolSystem, find_upstream, start_ours, start_upstream
+
+from moonpool.bench.report import BenchReport, bench_parser
 
 KIB, MIB = 1 << 10, 1 << 20
 KEY_NBYTES = 64
@@ -58,29 +59,15 @@ class PoolCase(NamedTuple):
         return self.num_values * self.nbytes
 
 
-class VersusLine(msgspec.Struct, kw_only=True):
-    bench: str = "vs_mooncake"
-    case: str
-    system: str
-    value: float
-    unit: str
-    baseline: float | None
-    ratio: float | None
-    aim: float | None
-    batch: int
-    key_nbytes: int = KEY_NBYTES
-    threads: int = THREADS
-
-
 def make_cases(quick: bool, batch: int) -> list[PoolCase]:
     part = 10 if quick else 1
-    one, large_get, large_put = (Aim(1.5, 4.0), Aim(1.5, 4.0), Aim(2.0, 4.0))
+    one, large_get, large_put, many = Aim(1.5, 4.0), Aim(1.5, 4.0), Aim(2.0, 4.0), Aim(3.0, 5.0)
     return [
         PoolCase("4 KiB one by one", 4 * KIB, 1000 // part, 1, one, Aim(1.5, 2.5)),
         PoolCase("64 KiB one by one", 64 * KIB, 500 // part, 1, one, Aim(1.5, 2.5)),
         PoolCase("1 MiB one by one", MIB, 60 // part, 1, large_get, large_put),
         PoolCase("16 MiB one by one", 16 * MIB, max(2, 5 // part), 1, large_get, large_put),
-        PoolCase("4 KiB in batches", 4 * KIB, max(batch, 4000 // part), batch, Aim(3.0, 5.0), Aim(3.0, 5.0)),
+        PoolCase(f"4 KiB in batches of {batch}", 4 * KIB, max(batch, 4000 // part), batch, many, many),
     ]
 
 
@@ -96,26 +83,21 @@ class Figures:
         of_case[system] = max(of_case.get(system, 0.0), value)
         self._facts[case] = unit, batch, aim
 
-    def lines(self) -> list[VersusLine]:
-        made: list[VersusLine] = []
+    def add_to(self, report: BenchReport) -> list[str]:
+        """Report all; return the aims that were missed."""
+        missed: list[str] = []
         for case, best in self._best.items():
             unit, batch, aim = self._facts[case]
-            baseline = best.get(UPSTREAM)
-            for system, value in best.items():
-                is_ours = system != UPSTREAM
-                made.append(
-                    VersusLine(
-                        case=case,
-                        system=system,
-                        value=round(value, 3),
-                        unit=unit,
-                        baseline=None if baseline is None or not is_ours else round(baseline, 3),
-                        ratio=None if baseline is None or not is_ours else round(value / baseline, 3),
-                        aim=None if not is_ours else (aim.tcp if system == TCP else aim.shm),
-                        batch=batch,
-                    )
-                )
-        return made
+            how: dict[str, Any] = {"batch": batch, "key_nbytes": KEY_NBYTES, "threads": THREADS}
+            upstream = best.get(UPSTREAM)
+            if upstream is not None:
+                report.add(f"{case}, {UPSTREAM}", upstream, unit, compared=False, **how)
+            for system, value in ((name, value) for name, value in best.items() if name != UPSTREAM):
+                wanted = aim.tcp if system == TCP else aim.shm
+                report.add(f"{case}, {system}", value, unit, upstream, aim=wanted, **how)
+                if upstream is not None and value / upstream < wanted:
+                    missed.append(f"{case}, {system}: {value / upstream:.2f} instead of {wanted:g}")
+        return missed
 
 
 def measure(system: PoolSystem, case: PoolCase, label: str, figures: Figures) -> None:
@@ -142,16 +124,6 @@ def measure_exist(system: PoolSystem, case: PoolCase, label: str, figures: Figur
             for _ in range(3)
         ]
         figures.add(name, system.name, case.num_values / min(times_s), "keys/s", batch, Aim(1.3, 1.3))
-
-
-def show(line: VersusLine, as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.encode(line).decode(), flush=True)
-        return
-    beside = "" if line.ratio is None else f"  {line.ratio:6.2f} of upstream"
-    aim = "" if line.aim is None else f"  aim {line.aim:g}"
-    value = f"{line.value:12,.2f}" if line.unit == "GB/s" else f"{line.value:12,.0f}"
-    print(f"{line.case:<32} {line.system:<20} {value} {line.unit:<7}{beside}{aim}", flush=True)
 
 
 def run(options: argparse.Namespace) -> Figures:
@@ -194,25 +166,20 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=500, help="values per call of the cases in batches")
     parser.add_argument("--quick", action="store_true", help="shows that it works, not how fast")
     parser.add_argument("--only", action="append", default=[], help="cases whose name has this word")
     parser.add_argument("--upstream-python", default=None, help="interpreter of an environment with upstream's wheel")
     options = parser.parse_args()
+    report = BenchReport.from_options("vs_mooncake", options)
     say(f"the machine's load before: {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores")
     try:
         figures = run(options)
     except ClientFailed as error:
         raise SystemExit(f"vs_mooncake: {error}") from error
-    missed: list[str] = []
-    for line in figures.lines():
-        show(line, options.json)
-        if line.ratio is not None and line.aim is not None and line.ratio < line.aim:
-            missed.append(f"{line.case}, {line.system}: {line.ratio:.2f} instead of {line.aim:g}")
-    for each in missed:
+    for each in figures.add_to(report):
         say(f"below its aim: {each}")
 
 

@@ -18,6 +18,7 @@ from moonpool.base.errors import InvalidInput
 from moonpool.bench import store_large, store_redis, store_ssd
 from moonpool.bench.bare_sockets import bare_gb_s
 from moonpool.bench.iperf import iperf_gb_s
+from moonpool.bench.report import BenchReport
 from moonpool.bench.store_calls import BATCH
 from moonpool.bench.store_case import BenchScale, ClaimReport, StoreCase, say
 from moonpool.bench.store_large import Filler
@@ -39,8 +40,8 @@ class Options(NamedTuple):
 
 
 def run(
+    figures: BenchReport,
     *,
-    as_json: bool,
     cases: Sequence[str] = (),
     quick: bool = False,
     rounds: int | None = None,
@@ -48,7 +49,7 @@ def run(
     large: bool = False,
     folder: str | None = None,
 ) -> None:
-    """Print one line per figure. Without `cases`, all run. Raise InvalidInput for an unknown case."""
+    """Report one figure per case. Without `cases`, all run. Raise InvalidInput for an unknown case."""
     unknown = set(cases) - CASES.keys()
     if unknown:
         raise InvalidInput(f"there is no case {', '.join(sorted(unknown))}; the cases are {', '.join(CASES)}")
@@ -56,7 +57,7 @@ def run(
     if rounds is not None:
         scale = replace(scale, rounds=rounds)
     options = Options(scale, num_objects or (LARGE_NUM_OBJECTS if large else scale.num_objects), folder)
-    report = ClaimReport(as_json)
+    report = ClaimReport(figures)
     report.add_figure("machine's load before", os.getloadavg()[0], "cores")
     for name in cases or CASES:
         CASES[name](report, options)

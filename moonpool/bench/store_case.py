@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moonpool.bench.transfer import BenchLine, show
-
-_BENCH = "store"
+from moonpool.bench.report import BenchReport
 
 
 class StoreCase(NamedTuple):
@@ -44,9 +42,9 @@ class BenchScale:
 
 @dataclass
 class ClaimReport:
-    """Prints each line at once and keeps the claims that were missed."""
+    """Reports each figure at once and keeps the claims that were missed."""
 
-    as_json: bool
+    figures: BenchReport
     missed: list[str] = field(default_factory=list)
 
     def measure(self, case: StoreCase, rounds: int) -> None:
@@ -60,22 +58,22 @@ class ClaimReport:
                 baselines.append(baseline)
         self.add(case, best(values), best(baselines) if baselines else None)
 
-    def add(self, case: StoreCase, value: float, baseline: float | None) -> None:
-        ratio = None if not baseline else round(value / baseline, 3)
-        shown = None if baseline is None else round(baseline, 3)
-        line = BenchLine(
-            bench=_BENCH, case=case.name, value=round(value, 3), unit=case.unit, baseline=shown, ratio=ratio
-        )
-        show(line, self.as_json)
-        if ratio is not None and case.claim is not None:
+    def add(self, case: StoreCase, value: float, baseline: float | None, *, compared: bool = True) -> None:
+        """Report a figure. `compared` is that of BenchReport.add()."""
+        self.figures.add(case.name, value, case.unit, baseline, compared=compared)
+        if baseline and case.claim is not None:
+            ratio = round(value / baseline, 3)
             holds = ratio <= case.claim if case.smaller_is_better else ratio >= case.claim
             if not holds:
                 self.missed.append(f"{case.name}: {ratio} instead of {case.claim}")
 
-    def add_figure(self, name: str, value: float, unit: str, *, at_most: float | None = None) -> None:
+    def add_figure(
+        self, name: str, value: float, unit: str, *, at_most: float | None = None, compared: bool = True
+    ) -> None:
         """Report a figure without a baseline, or with the most it may be."""
         claim = None if at_most is None else 1.0
-        self.add(StoreCase(name, unit, lambda: value, None, claim, smaller_is_better=True), value, at_most)
+        case = StoreCase(name, unit, lambda: value, None, claim, smaller_is_better=True)
+        self.add(case, value, at_most, compared=compared)
 
     def print_missed(self) -> None:
         for missed in self.missed:

@@ -142,12 +142,12 @@ def _measure_growing(
     report.add_figure("longest wait while growing, journal on", pings["worst_s"] * 1e3, "ms", at_most=_MAX_PAUSE_MS)
     if snapshots.times_s:
         worst_ms = snapshots.worst_s(pings["long"]) * 1e3
-        name = f"longest wait during {len(snapshots.times_s)} snapshots"
-        report.add_figure(name, worst_ms, "ms", at_most=_MAX_PAUSE_MS)
+        report.add_figure("snapshots", len(snapshots.times_s), "files")
+        report.add_figure("longest wait during snapshots", worst_ms, "ms", at_most=_MAX_PAUSE_MS)
     else:
         say("no snapshot was due while growing; their pauses are not measured (more --objects)")
     waited_s = _run_delay_s(pool.master_pid) - waited_s
-    report.add_figure("time the master waited for its processor meanwhile", waited_s, "s")
+    report.add_figure("time the master waited for its processor meanwhile", waited_s, "s", compared=False)
 
 
 def _measure_evicting(report: ClaimReport, filler: Filler, pinger: BenchClient, count: int) -> None:
@@ -161,7 +161,8 @@ def _measure_evicting(report: ClaimReport, filler: Filler, pinger: BenchClient, 
         say("nothing was evicted; the pauses of eviction are not measured")
         return
     report.add_figure("putting while evicting", rate, "objects/s")
-    report.add_figure(f"longest wait while evicting {evicted:,}", pings["worst_s"] * 1e3, "ms", at_most=_MAX_PAUSE_MS)
+    report.add_figure("objects evicted", evicted, "objects")
+    report.add_figure("longest wait while evicting", pings["worst_s"] * 1e3, "ms", at_most=_MAX_PAUSE_MS)
 
 
 def _when_settled(ask: Callable[[], int]) -> int:

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.bench.iperf import iperf_gb_s
+from moonpool.bench.report import BenchReport
 from moonpool.transfer import (
     RemoteSegment,
     SegmentDescriptor,
@@ -107,34 +108,22 @@ class Bench(NamedTuple):
         return best_s(lambda: self.remote.view(0, nbytes), self.seconds) * 1e6
 
 
-class BenchLine(msgspec.Struct, kw_only=True):
-    bench: str = "transfer"
-    case: str
-    value: float
-    unit: str
-    baseline: float | None
-    ratio: float | None
-
-
-def run(*, as_json: bool, rounds: int, seconds: float) -> None:
-    """Print one line per case; each is measured `rounds` times for `seconds`."""
-    show(
-        BenchLine(case="machine's load before", value=os.getloadavg()[0], unit="cores", baseline=None, ratio=None),
-        as_json,
-    )
+def run(report: BenchReport, *, rounds: int, seconds: float) -> None:
+    """Report one figure per case; each is measured `rounds` times for `seconds`."""
+    report.add("machine's load before", os.getloadavg()[0], "cores")
     with tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder, _owner(folder, {}) as segments:
         for way, cases in (("shm", _shm_cases), ("tcp", _tcp_cases)):
             with _engine(folder, {}) as engine:
                 benches = [Bench(engine, engine.open(_only(segment, way)), seconds) for segment in segments]
                 for case in cases(*benches):
-                    show(_measure(case, rounds), as_json)
+                    _measure(report, case, rounds)
         with _engine(folder, {}) as engine:
             plain = Bench(engine, engine.open(_only(segments[0], "tcp")), seconds)
             for label, settings in _guards(Path(folder)):
                 with _owner(folder, settings) as guarded, _engine(folder, settings) as other:
                     bench = Bench(other, other.open(_only(guarded[0], "tcp")), seconds)
                     for case in _guarded_cases(label, bench, plain):
-                        show(_measure(case, rounds), as_json)
+                        _measure(report, case, rounds)
 
 
 def _guards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -147,25 +136,14 @@ def _guards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "with TLS and a secret", secret | tls
 
 
-def show(line: BenchLine, as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.encode(line).decode(), flush=True)
-        return
-    beside = "" if line.baseline is None else f"  ({line.baseline:,.2f}, ratio {line.ratio:.2f})"
-    print(f"{line.case:<44} {line.value:12,.2f} {line.unit}{beside}", flush=True)
-
-
-def _measure(case: TransferCase, rounds: int) -> BenchLine:
+def _measure(report: BenchReport, case: TransferCase, rounds: int) -> None:
     best = min if case.smaller_is_better else max
     values, baselines = [], []
     for _ in range(rounds):
         values.append(case.measure())
         baselines.append(case.baseline() if callable(case.baseline) else case.baseline)
-    value = best(values)
     found = [baseline for baseline in baselines if baseline is not None]
-    baseline = best(found) if found else None
-    ratio = None if baseline is None else round(value / baseline, 3)
-    return BenchLine(case=case.name, value=round(value, 3), unit=case.unit, baseline=baseline, ratio=ratio)
+    report.add(case.name, best(values), case.unit, best(found) if found else None)
 
 
 def _shm_cases(bench: Bench, fenced: Bench) -> Iterator[TransferCase]:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from moonpool.bench.report import BenchReport
 from moonpool.bench.store_case import ClaimReport, StoreCase
 from moonpool.bench.store_redis import missing
 from moonpool.cli.main import main
@@ -75,7 +76,7 @@ def test_a_case_that_there_is_not(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_missed_claims_are_remembered() -> None:
-    report = ClaimReport(as_json=True)
+    report = ClaimReport(BenchReport("store", as_json=True))
     report.measure(StoreCase("fast", "GB/s", lambda: 2.0, lambda: 1.0, 0.9), rounds=1)
     report.measure(StoreCase("slow", "GB/s", lambda: 0.5, lambda: 1.0, 0.9), rounds=1)
     report.add_figure("short", 10.0, "ms", at_most=50.0)

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 pytest.importorskip("torch")
 
-from _gpu_lab import Report, prompt
+from _gpu_lab import prompt
 from _gpu_service import serving
 from gpu_serve import Workload, converse
 
@@ -35,11 +35,3 @@ def test_requests_a_restart_and_conversations() -> None:
         turns = asyncio.run(converse(service.url, Workload.make(4, 2, (256, 64, 8), num_ids=NUM_IDS)))
         assert len(turns) == 8
         assert sum(answer.cached_tokens for _, answer in turns) > 0
-
-
-def test_a_line_of_output(capsys: pytest.CaptureFixture[str]) -> None:
-    Report("gpu", as_json=True).say("decode", 4.5, "ms", 4.0, at_most=5.0, baseline_is="ideal")
-    assert capsys.readouterr().out == (
-        '{"bench": "gpu", "case": "decode", "value": 4.5, "unit": "ms", "baseline": 4.0, "ratio": 1.125, '
-        '"target": 5.0, "ok": true, "baseline_is": "ideal"}\n'
-    )

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from moonpool.base.errors import Internal
+from moonpool.bench.report import BenchReport
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import _paper_published
 import paper
 from _paper_lab import Lab
-from _paper_rows import Row, as_json, as_text
+from _paper_rows import Row
 
 # What figures are drawn over, and targets: no results.
 AXES = {
@@ -80,15 +81,16 @@ def test_a_rows_figures() -> None:
     assert (unknown.difference, unknown.is_near, unknown.comment) == (None, None, "why")
 
 
-def test_a_row_is_one_line_of_json_or_text() -> None:
+def test_a_row_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row("a", 1.23456, "s", 1.0, "note", "why")
-    assert json.loads(as_json(row, 2.0)) == {
-        "bench": "paper", "case": "a", "value": 1.235, "unit": "s", "baseline": 1.0, "ratio": 1.235,
+    row.add_to(BenchReport("paper", as_json=True), 2.0)
+    assert json.loads(capsys.readouterr().out) == {
+        "bench": "paper", "case": "a", "value": 1.23456, "unit": "s", "baseline": 1.0, "ratio": 1.23456,
         "difference": 0.2346, "near": True, "note": "note", "run_s": 2.0,
     }  # fmt: skip
     for each in (row, Row("a", None, "s", 1.0), Row("a", 1.0, "s", None)):
-        assert "\n" not in as_text(each, 1.0)
-        assert json.loads(as_json(each, 0.0))["value"] in (1.235, None, 1.0)
+        each.add_to(BenchReport("paper", as_json=False), 1.0)
+        assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
