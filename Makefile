@@ -132,7 +132,10 @@ soak: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/moonpool model fetch smollm2
-	for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file --json || exit 1; done
+	failed=; \
+	for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file --json --record || failed="$$failed $$file"; done; \
+	$(BIN)/moonpool bench compare || failed="$$failed compare"; \
+	test -z "$$failed" || { echo "make bench: failed:$$failed" >&2; exit 1; }
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(LMCACHE_VENV) $(SGLANG_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
