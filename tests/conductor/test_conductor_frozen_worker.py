@@ -21,7 +21,7 @@ SILENCE_LIMITS = SilenceLimits(ping_interval_s=0.1, silence_limit_s=1.5)
 
 @contextlib.asynccontextmanager
 async def worker(address: str, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    script = Path(__file__).with_name("registered_worker.py")
+    script = Path(__file__).parents[1] / "helpers" / "registered_worker.py"
     intervals = [str(SILENCE_LIMITS.ping_interval_s), str(SILENCE_LIMITS.silence_limit_s)]
     process = await asyncio.create_subprocess_exec(sys.executable, str(script), address, name, *intervals)
     try:
