@@ -1,10 +1,10 @@
 """The history of benchmarks: which figures became worse by a fifth. Pure: no clock and no files.
 
-`compare` sets the commit of the newest line beside the commits before it, as measured on machines of the same kind:
+`compare` sets the commit of the newest line beside the other ones, as measured on machines of the same kind:
 
 - a commit's figure is the best of its runs, since other work on a machine makes a figure worse and hardly ever better;
-- it is compared with the median of the figures of up to five earlier commits, so that one lucky or disturbed run does
-  not decide;
+- it is compared with the median of the figures of the five other commits that were measured last, so that one lucky or
+  disturbed run does not decide;
 - if the machine itself was slower than at those commits, by its own speed figure, the figure may be worse by as much.
 """
 
@@ -68,7 +68,7 @@ def better_of(unit: str) -> Better | None:
 
 
 def compare(lines: Sequence[HistoryLine]) -> list[CaseChange]:
-    """Compare the figures of the newest line's commit with those of the commits before, on machines of its kind. The
+    """Compare the figures of the newest line's commit with those of other commits, on machines of its kind. The
     lines are in the order in which they were recorded. Figures without a better direction are left out.
     """
     if not lines:
@@ -78,14 +78,17 @@ def compare(lines: Sequence[HistoryLine]) -> list[CaseChange]:
     for line in lines:
         if line.better is not None and (line.cpu, line.cores) == (newest.cpu, newest.cores):
             by_case[line.bench, line.case, line.unit].append(line)
-    return [_change(found, newest.commit) for found in by_case.values() if found[-1].commit == newest.commit]
+    changes = (_change(found, newest.commit) for found in by_case.values())
+    return [change for change in changes if change is not None]
 
 
-def _change(lines: Sequence[HistoryLine], commit: str) -> CaseChange:
-    """Return the change of one case, whose newest line is of this commit."""
+def _change(lines: Sequence[HistoryLine], commit: str) -> CaseChange | None:
+    """Return the change of one case at this commit; None if the commit has no figure of it."""
     of_commits: dict[str, list[HistoryLine]] = {}
     for line in lines:
         of_commits[line.commit] = [*of_commits.pop(line.commit, []), line]  # commits in the order of their last run
+    if commit not in of_commits:
+        return None
     value = _best(of_commits.pop(commit))
     earlier = [_best(found) for found in of_commits.values()][-_NUM_EARLIER:]
     before = statistics.median([line.value for line in earlier]) if earlier else None

@@ -62,6 +62,15 @@ def test_neither_one_lucky_nor_one_disturbed_commit_decides() -> None:
     assert only(*history, line("new", 7.0)).lost
 
 
+def test_runs_of_two_commits_may_alternate() -> None:
+    history = [line("old", 10.0), line("new", 6.0), line("old", 9.0), line("new", 7.0, case="other"), line("new", 7.0)]
+    change, other = compare(history)
+    assert (change.case, change.value, change.before, change.lost) == ("case", 7.0, 10.0, True)
+    assert (other.case, other.value, other.before) == ("other", 7.0, None)
+    found = compare([*history[:-2], line("new", 1.0, case="last")])
+    assert [(each.case, each.value) for each in found] == [("case", 6.0), ("last", 1.0)]
+
+
 def test_a_loss_is_still_named_at_the_next_commits() -> None:
     history = [line(f"good{number}", 10.0) for number in range(5)]
     for number in range(3):
