@@ -32,6 +32,7 @@ from moonpool.base.metrics import (
     process_metrics,
 )
 from moonpool.base.rpc import Call, RpcPeer
+from moonpool.base.rpc.aio_server import LateCalls
 from moonpool.master.board import ReportedMetrics, SegmentBoard
 from moonpool.master.journal import Journal, JournalHealth
 from moonpool.master.state import PoolState
@@ -157,9 +158,9 @@ def _put_start(pool: LivePool) -> Callable[[m.PutStart, RpcPeer], m.PutReply]:
 
     def start_and_record(c: m.PutStart, _: RpcPeer) -> m.PutReply:
         generations: list[int] = []
-        sessions: dict[str, Any] = {"session": c.session, "settled_up_to": c.settled_up_to}
+        caller = {"session": c.session, "settled_up_to": c.settled_up_to, "number": c.number}
         try:
-            reply = state.put_start(c.keys, c.sizes, c.options, now(), parents=c.parents, groups=c.groups, **sessions)
+            reply = state.put_start(c.keys, c.sizes, c.options, now(), parents=c.parents, groups=c.groups, **caller)
             generations = reply.generations
             return reply
         finally:
@@ -209,13 +210,20 @@ def _questions(pool: LivePool) -> dict[type[Call[Any]], Handler]:
         m.QueryTask: lambda c, _: state.task(c.task_id, now()),
         m.ListTasks: lambda c, _: state.tasks(now(), c.finished),
         m.Why: lambda c, _: state.why(c.key, now(), c.identity),
-        m.Stats: lambda c, _: msgspec.structs.replace(state.stats(), journal_error=pool.journal.health().error),
+        m.Stats: lambda c, _: _stats(pool),
         GetMetrics: lambda c, _: [*pool_metrics(state.stats(), pool.journal.health()), *process_metrics()],
         ReportMetrics: lambda c, _: reported.report(c.metrics, now()),
         GetReportedMetrics: lambda c, _: reported.recent(now()),
         m.Subscribe: lambda c, _: pool.subscribe(c.since),
         m.Orders: lambda c, _: pool.order_streams.serve(c.node, state.orders),
     }
+
+
+def _stats(pool: LivePool) -> m.StoreStats:
+    """Return the state's counts, the calls that came too late, and why a restarted master may know less."""
+    stats = pool.state.stats()
+    counters = {**stats.counters, "late_calls": LateCalls.total}
+    return msgspec.structs.replace(stats, counters=counters, journal_error=pool.journal.health().error)
 
 
 def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
@@ -231,6 +239,7 @@ def _objects(pool: LivePool) -> dict[type[Call[Any]], Handler]:
     return {
         m.PutEnd: put_end,
         m.PutAt: lambda c, _: state.put_at(c, now()),
+        m.PutDrop: lambda c, _: state.put_drop(c.number, c.keys, now()),
         m.PutRenew: lambda c, _: state.put_renew(c.keys, c.generations, now()),
         m.PutRevoke: lambda c, _: state.put_revoke(c.keys, c.generations, c.settled, now()),
         m.Lookup: lookup,

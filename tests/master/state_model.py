@@ -119,6 +119,7 @@ class OpenPut:
     session: int
     hard: bool
     renewed_s: float
+    number: int = 0  # of its PutStart, until a call shows that its client has the answer
 
 
 @dataclass

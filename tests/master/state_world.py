@@ -53,6 +53,7 @@ class World(RuleBasedStateMachine):
         self.nodes = {name: FakeNode(name, has_ssd) for name, has_ssd in NODES.items()}
         self.incarnation = 0
         self.open: list[OpenPut] = []
+        self.num_starts = 0
         self.stored: dict[bytes, Stored] = {}
         self.claims: list[Claim] = []
         # key, place, version and until when: what readers may read without asking

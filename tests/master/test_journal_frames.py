@@ -39,7 +39,7 @@ def a_file(*records: bytes, ended: bool = False) -> bytes:
 
 
 def test_the_format_is_the_documented_one() -> None:
-    assert pack_header(FileKind.JOURNAL, 7).hex() == "4d504a4c03000100070000000000000070e32334"
+    assert pack_header(FileKind.JOURNAL, 7).hex() == "4d504a4c040001000700000000000000e0cf76a2"
     assert pack_records(b"abc").hex() == "03000000c4ff65dc616263"
     assert pack_control(Control(MARK, 31, 31)).hex() == (
         "18000080393a794b4d504a2d4d41524b1f000000000000001f00000000000000"

@@ -46,6 +46,8 @@ class PoolMachine(NodeEvents):
         nbytes = granules * G - 5
         blocked = {put.key for put in self.open if put.renewed_s + self.pool_rules.put_discard_s > self.now_s}
         settled_up_to = self._let_go(holder) if holder and hard % 2 else 0
+        self.num_starts += 1
+        number = self.num_starts
         try:
             reply = self.state.put_start(
                 keys,
@@ -56,6 +58,7 @@ class PoolMachine(NodeEvents):
                 groups=[group] * len(keys),
                 parents=[*keys[1:], b""],
                 settled_up_to=settled_up_to,
+                number=number,
             )
         except StaleGeneration:
             self._begins_anew(session)
@@ -73,7 +76,8 @@ class PoolMachine(NodeEvents):
             assert len({each.segment for each in where}) == len(where)
             until_s = FOREVER if holder else self.now_s + self.pool_rules.put_release_s
             self._granted(reply.generations[at], where, nbytes, until_s, ("put", reply.generations[at], holder))
-            self.open.append(OpenPut(key, reply.generations[at], where, nbytes, holder, options.hard_pin, self.now_s))
+            generation = reply.generations[at]
+            self.open.append(OpenPut(key, generation, where, nbytes, holder, options.hard_pin, self.now_s, number))
 
     def _is_recounting(self) -> bool:
         """Whether a node's word is waited for."""
@@ -98,11 +102,32 @@ class PoolMachine(NodeEvents):
             self.open.remove(put)
             self._end(put, False)
 
+    @rule(pick=picks)
+    def answer_is_given_up(self, pick: int) -> None:
+        """Its client has done nothing with what it was granted: it never learned of it."""
+        numbers = sorted({put.number for put in self.open if put.number})
+        if not numbers:
+            return
+        number = numbers[pick % len(numbers)]
+        lost = [put for put in self.open if put.number == number]
+        self.state.put_drop(number, [put.key for put in lost], self.now_s)
+        for put in lost:
+            self.open.remove(put)
+            self._release(("put", put.generation))
+            pending = self.state.puts.pending.get(put.key)
+            assert pending is None or pending.generation != put.generation, "its key is free"
+            assert put.generation not in self.state.space.of_puts, "its space is free"
+
+    def _is_answered(self, put: OpenPut) -> None:
+        for each in [each for each in self.open if each.number == put.number]:
+            each.number = 0
+
     @rule(pick=picks, verb=st.sampled_from(["end", "end", "end", "end", "partly", "revoke", "leave", "renew"]))
     def finish(self, pick: int, verb: str) -> None:
         if not self.open:
             return
         put = self.open[pick % len(self.open)]
+        self._is_answered(put)
         if verb == "renew":
             if self.state.put_renew([put.key], [put.generation], self.now_s) == [True]:
                 put.renewed_s = self.now_s

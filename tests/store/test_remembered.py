@@ -37,9 +37,9 @@ class Calls:
         self.kinds: list[str] = []
         original = store.master.call_noting_repeats
 
-        def call(call: Any, meanwhile: Any = None) -> Any:
+        def call(call: Any, *more: Any) -> Any:
             self.kinds.append(type(call).__name__)
-            return original(call, meanwhile)
+            return original(call, *more)
 
         monkeypatch.setattr(store.master, "call_noting_repeats", call)
 

@@ -39,9 +39,9 @@ class Calls:
         self.kinds: Counter[str] = Counter()
         original = store.master.call_noting_repeats
 
-        def call(call: Any, meanwhile: Any = None) -> Any:
+        def call(call: Any, *more: Any) -> Any:
             self.kinds[type(call).__name__] += 1
-            return original(call, meanwhile)
+            return original(call, *more)
 
         monkeypatch.setattr(store.master, "call_noting_repeats", call)
 

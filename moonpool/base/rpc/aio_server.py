@@ -111,7 +111,8 @@ class RpcServer:
         # call, takes 5 to 20 % of what a call takes. So reads are counted, as many as came in the last millisecond.
         self.reads_left = 0  # until begin_turn() is due
         self.turn_s: float | None = None  # when it was called in the present turn
-        self._noted_s = 0.0  # when it was called last
+        self.turn = 0  # number of the latest turn that was noted
+        self._noted_s = 0.0  # when that was
         self._reads_per_turn = 1
 
     async def listen(self, address: str) -> str:
@@ -141,6 +142,7 @@ class RpcServer:
         recent = self._reads_per_turn * _TURN_S / max(now_s - self._noted_s, _TURN_S / _MAX_READS)
         self._reads_per_turn = max(1, min(int(recent), _MAX_READS))
         self.turn_s = self._noted_s = now_s
+        self.turn += 1
         asyncio.get_running_loop().call_soon(self._end_turn)
 
     def _end_turn(self) -> None:
@@ -205,7 +207,7 @@ class RpcPeer(asyncio.Protocol):
         self._server = server
         self._frames = FrameDecoder(MAX_HELLO_NBYTES)
         self._arrivals = Arrivals()  # of what is in `_frames`
-        self._read_turn_s = 0.0  # the server's `turn_s` at the latest read
+        self._read_turn = 0  # the latest turn that the server had noted at a read
         self._held: Frame | None = None  # a call that arrived while answers were unread
         self._held_since_s = 0.0
         self._turn: asyncio.Handle | None = None  # the scheduled next turn, while frames wait
@@ -283,11 +285,11 @@ class RpcPeer(asyncio.Protocol):
 
     def _waited_s(self) -> float:
         """Return for how long the bytes that are read now have been here for certain."""
-        server, now_s, before_s = self._server, time.monotonic(), self._read_turn_s
+        server, now_s, before = self._server, time.monotonic(), self._read_turn
         if server.turn_s is None:
             server.begin_turn(now_s)
-        self._read_turn_s = turn_s = server.turn_s or now_s
-        return 0.0 if turn_s == before_s else now_s - turn_s  # of the second read in a turn the bytes may be new
+        self._read_turn, turn_s = server.turn, server.turn_s or now_s
+        return 0.0 if server.turn == before else now_s - turn_s  # of the second read in a turn the bytes may be new
 
     def _take_turn(self, at_s: float | None = None) -> None:
         """Handle waiting frames, from `at_s` (default: now) until the time of one turn is used up."""

@@ -97,11 +97,18 @@ class Breaker:
 
 
 class ProbedBreaker:
-    """Thread-safe. `ping` returns when the server at `address` has answered, and raises a MoonpoolError otherwise."""
+    """Thread-safe. `ping` returns when the server at `address` has answered, and raises a MoonpoolError otherwise.
+    `when_back` is called after each outage, by the thread that probed, with the breaker closed."""
 
-    def __init__(self, address: str, ping: Callable[[], None], limits: BreakerLimits | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        ping: Callable[[], None],
+        limits: BreakerLimits | None = None,
+        when_back: Callable[[], None] = lambda: None,
+    ) -> None:
         self.num_refused = 0  # calls that failed at once
-        self._address, self._ping = address, ping
+        self._address, self._ping, self._when_back = address, ping, when_back
         self._core = Breaker(limits or BreakerLimits())
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
@@ -172,6 +179,7 @@ class ProbedBreaker:
             except MoonpoolError:
                 continue
             self._close()
+            self._when_back()
             return
 
     def _close(self) -> None:

@@ -32,7 +32,7 @@ END = b"MPJ-END!"
 _MAGIC = b"MPJL"
 # Of the frames and of the records in them: raise it when records change (tests/master/test_journal_formats.py). Earlier
 # ones are read.
-FORMAT = 3
+FORMAT = 4
 _HEADER = struct.Struct("<4sHHQ")
 _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<II")

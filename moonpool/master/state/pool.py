@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import InvalidInput, NotSettled
+from moonpool.base.errors import Cancelled, InvalidInput, NotSettled
 from moonpool.master.policies import make_policy
 from moonpool.master.policies.base import EvictionPolicy
 from moonpool.master.rules import PoolRules
@@ -100,12 +100,16 @@ class PoolState:
         parents: Sequence[bytes] | None = None,
         groups: Sequence[bytes] | None = None,
         settled_up_to: int = 0,
+        number: int = 0,
     ) -> m.PutReply:
-        """Grant space to each item, on one to num_replicas distinct segments; refuse it if there is none."""
+        """Grant space to each item, on one to num_replicas distinct segments; refuse it if there is none. Raise
+        Cancelled if the client has given up the call of that number."""
+        if number and self.puts.is_dropped(number):
+            raise Cancelled("the client has given up this call")
         if session:
             self.members.check_session(session)
             self.puts.on_session_stopped(keys, session, settled_up_to, now_s)
-        reply = self.puts.start(keys, sizes, options, session, parents, groups, now_s)
+        reply = self.puts.start(keys, sizes, options, session, parents, groups, now_s, number)
         if options.replace:
             self._begin_upserts(
                 [key for key, generation in zip(keys, reply.generations, strict=True) if generation], now_s
@@ -175,6 +179,10 @@ class PoolState:
         """End unfinished puts. Free their space now if no write can still be under way (`settled`), otherwise later."""
         check_pairs(keys, generations)
         self.puts.revoke(keys, generations, settled, now_s)
+
+    def put_drop(self, number: int, keys: Sequence[bytes], now_s: float) -> None:
+        """Free what the PutStart of that number was granted: its client has given it up; see UnfinishedPuts.drop."""
+        self.puts.drop(number, keys, now_s)
 
     # reading and removing
 

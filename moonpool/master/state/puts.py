@@ -64,6 +64,7 @@ class Puts(UnfinishedPuts):
         parents: Sequence[bytes] | None,
         groups: Sequence[bytes] | None,
         now_s: float,
+        number: int = 0,
     ) -> PutReply:
         """Grant space to each item, on one to num_replicas distinct segments; refuse it if there is none.
 
@@ -78,7 +79,7 @@ class Puts(UnfinishedPuts):
             raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
         flags = (Flag.HARD_PIN if options.hard_pin else 0) | (KEEP_PINS if options.keep_pins else 0)
         identity = self._identities.number_of(options.identity)
-        terms = PutTerms(session, flags, identity, options.soft_pin_s, options.replace)
+        terms = PutTerms(session, flags, identity, options.soft_pin_s, options.replace, number)
         if len(keys) == 1 and groups is None:
             reply = self._start_one(keys, sizes, options, terms, parents, now_s)
             if reply is not None:
@@ -192,6 +193,7 @@ class Puts(UnfinishedPuts):
                 None if groups is None else list(groups),
                 None if parents is None else shortened(parents, keys),
                 self._space.stopped_up_to(terms.session),
+                terms.number,
             )
         )
 

@@ -99,6 +99,7 @@ class Granted(Record):
     groups: list[bytes] | None
     parents: list[bytes | None] | None = None
     let_go: int = 0  # of the session, as LetGo
+    number: int = 0  # of the PutStart
 
 
 def shortened(parents: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes | None]:
@@ -199,13 +200,16 @@ class SessionsEnded(Record):
 
 
 class HeldPut(Record):
-    """Space of an abandoned put that is not free yet; with session 0 it is freed after a while."""
+    """Space of an abandoned put that is not free yet; with session 0 it is freed after a while. `number` is that of its
+    PutStart.
+    """
 
     generation: int
     session: int
     places: list[Place]
     nbytes: int
     ahead: bool = False
+    number: int = 0
 
 
 class Viewed(Record):

@@ -141,7 +141,9 @@ class _Recovery:
     # puts
 
     def _granted(self, record: r.Granted) -> None:
-        terms = PutTerms(record.session, record.flags, record.identity, record.soft_pin_s, record.replace)
+        terms = PutTerms(
+            record.session, record.flags, record.identity, record.soft_pin_s, record.replace, record.number
+        )
         parents = None if record.parents is None else r.lengthened(record.parents, record.keys)
         for at, key in enumerate(record.keys):
             if not self._takes(record.generations[at]):
@@ -198,11 +200,12 @@ class _Recovery:
     def _held_put(self, record: r.HeldPut) -> None:
         if not self._takes(record.generation):
             return
+        space, generation, where = self._state.space, record.generation, (record.places, record.nbytes)
         if record.session:
-            self._state.space.hold_put(record.generation, record.places, record.nbytes, record.session, record.ahead)
+            space.hold_put(generation, *where, record.session, record.ahead, record.number)
         else:
             free_s = self._now_s + self._state.rules.put_release_s
-            self._state.space.free_put_at(free_s, record.generation, record.places, record.nbytes)
+            space.free_put_at(free_s, generation, *where, record.number)
 
     # objects
 

@@ -76,9 +76,11 @@ def _small(state: PoolState, now_s: float) -> Iterator[r.Record]:
             terms.replace,
             groups,
             [put.parent] if put.parent else None,
+            number=terms.number,
         )
-    for generation, (places, nbytes, session) in state.space.of_puts.items():
-        yield r.HeldPut(generation, session, list(places), nbytes, state.space.is_ahead(generation))
+    for generation, kept in state.space.of_puts.items():
+        ahead = state.space.is_ahead(generation)
+        yield r.HeldPut(generation, kept.session, list(kept.places), kept.nbytes, ahead, kept.number)
     if unsettled := state.voids.unsettled(now_s):
         yield r.Unsettled(unsettled)
     yield from _pins(index)

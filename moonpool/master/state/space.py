@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from moonpool.master.state.records import Freed, HeldPut, LetGo, Outcomes
 from moonpool.master.state.segments import Place, SegmentTable
@@ -74,6 +75,16 @@ class Generations:
         return first
 
 
+class EndedPut(NamedTuple):
+    """Space of a put that ended without an object. With session 0 it is in PoolSpace._resting, too; `number` is that of
+    its PutStart, 0 for none."""
+
+    places: Sequence[Place]
+    nbytes: int
+    session: int
+    number: int = 0
+
+
 class PoolSpace:
     """Grants space. Owns every span that belongs to no object and to no unfinished put and is not free yet."""
 
@@ -83,8 +94,8 @@ class PoolSpace:
         self._outcomes = outcomes
         self._resting: list[tuple[float, int, Sequence[Place], int, int]] = []  # (free at, tie, where, nbytes, of put)
         self._count = 0
-        # Of ended puts, by generation: places, size and session. With session 0 the space is in _resting too.
-        self.of_puts: dict[int, tuple[Sequence[Place], int, int]] = {}
+        self.of_puts: dict[int, EndedPut] = {}  # by generation
+        self._of_calls: dict[int, dict[int, None]] = {}  # the generations in `of_puts`, by the number of the PutStart
         self._held: dict[int, dict[int, None]] = {}  # session -> generations of its ended puts
         self._ahead: set[int] = set()  # those of _held that were granted ahead: what a session stops does not free them
         self._stopped_up_to: dict[int, int] = {}  # session -> the highest generation that it no longer writes in place
@@ -147,19 +158,27 @@ class PoolSpace:
         elif places:
             self._push(until_s, places, nbytes, 0)
 
-    def free_put_at(self, until_s: float, generation: int, places: Sequence[Place], nbytes: int) -> None:
+    def free_put_at(
+        self, until_s: float, generation: int, places: Sequence[Place], nbytes: int, number: int = 0
+    ) -> None:
         """Free the space of an ended put at `until_s`, or earlier if its writer reports that it has stopped."""
         self._remove_held(generation)
-        self.of_puts[generation] = (places, nbytes, 0)
+        self._add_put(generation, EndedPut(places, nbytes, 0, number))
         self._push(until_s, places, nbytes, generation)
 
     def hold_put(
-        self, generation: int, places: Sequence[Place], nbytes: int, session: int, ahead: bool = False
+        self,
+        generation: int,
+        places: Sequence[Place],
+        nbytes: int,
+        session: int,
+        ahead: bool = False,
+        number: int = 0,
     ) -> None:
         """Keep the space of an ended put that its process may still write in place, until the process reports that it
         has stopped, or has ended. With `ahead` only a report about this very space counts.
         """
-        self.of_puts[generation] = (places, nbytes, session)
+        self._add_put(generation, EndedPut(places, nbytes, session, number))
         self._held.setdefault(session, {})[generation] = None
         if ahead:
             self._ahead.add(generation)
@@ -185,15 +204,22 @@ class PoolSpace:
         arrive, so it is freed at `until_s`.
         """
         if generation in self._ahead:
-            places, nbytes, _ = self.of_puts[generation]
-            self.free_put_at(until_s, generation, places, nbytes)
-            self._outcomes.add(HeldPut(generation, 0, list(places), nbytes))
+            kept = self.of_puts[generation]
+            self.free_put_at(until_s, generation, kept.places, kept.nbytes)
+            self._outcomes.add(HeldPut(generation, 0, list(kept.places), kept.nbytes))
 
     def free_puts(self, generations: Iterable[int]) -> None:
         """Free and record the space of these ended puts, whose writers have stopped. Skip those that have none."""
         freed = [generation for generation in generations if self._free_put(generation)]
         if freed:
             self._outcomes.add(Freed(freed))
+
+    def free_puts_of(self, number: int) -> int:
+        """Free and record the space of all ended puts of that PutStart: its client has not learned of it. Return how
+        many there were."""
+        generations = list(self._of_calls.get(number, ()))
+        self.free_puts(generations)
+        return len(generations)
 
     def on_session_gone(self, session: int) -> None:
         """Free what that process, which has ended, could have written in place."""
@@ -208,8 +234,8 @@ class PoolSpace:
             self._stopped_up_to[session] = up_to
         found = [each for each in self._held.get(session, ()) if each <= up_to and each not in self._ahead]
         for generation in found:
-            places, nbytes, _ = self.of_puts[generation]
-            self.free_put_at(until_s, generation, places, nbytes)
+            kept = self.of_puts[generation]
+            self.free_put_at(until_s, generation, kept.places, kept.nbytes, kept.number)
         if found:
             self._outcomes.add(LetGo(session, up_to))
 
@@ -246,14 +272,14 @@ class PoolSpace:
             if not generation:
                 for place in places:
                     yield place, nbytes
-        for places, nbytes, _ in self.of_puts.values():
-            for place in places:
-                yield place, nbytes
+        for kept in self.of_puts.values():
+            for place in kept.places:
+                yield place, kept.nbytes
 
     def num_of_ended_puts(self, segment: int) -> int:
         """Return how many spans of that segment belong to puts that ended without an object. They are freed when their
         writers have stopped."""
-        return sum(number == segment for places, _, _ in self.of_puts.values() for number, _ in places)
+        return sum(number == segment for kept in self.of_puts.values() for number, _ in kept.places)
 
     def is_ahead(self, generation: int) -> bool:
         """Return whether this is held space that was granted ahead."""
@@ -264,11 +290,21 @@ class PoolSpace:
         kept = self.of_puts.pop(generation, None)
         if kept is None:
             return False
-        self.free(*kept[:2])
+        if kept.number:
+            of_call = self._of_calls[kept.number]
+            del of_call[generation]
+            if not of_call:
+                del self._of_calls[kept.number]
+        self.free(kept.places, kept.nbytes)
         return True
 
+    def _add_put(self, generation: int, kept: EndedPut) -> None:
+        self.of_puts[generation] = kept
+        if kept.number:
+            self._of_calls.setdefault(kept.number, {})[generation] = None
+
     def _remove_held(self, generation: int) -> None:
-        session = self.of_puts[generation][2] if generation in self.of_puts else 0
+        session = self.of_puts[generation].session if generation in self.of_puts else 0
         if session:
             held = self._held[session]
             del held[generation]

@@ -5,6 +5,7 @@ Also the refusals of puts, and small numbers for identity digests.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -21,6 +22,7 @@ from moonpool.store.messages import Placement, Refusal
 
 MAX_KEY_NBYTES = 1024
 MAX_IDENTITIES = 2**16 - 1
+MAX_DROPPED = 65_536  # PutStarts that were given up before they came
 _MAX_DIGEST_NBYTES = 64
 
 
@@ -86,13 +88,14 @@ AHEAD = 1 << 17  # space that was granted ahead (ahead.py)
 
 
 class PutTerms(msgspec.Struct, eq=False, gc=False):
-    """What the puts of one batch have in common."""
+    """What the puts of one batch have in common. `number` is that of their PutStart, 0 if it has none."""
 
     session: int
     flags: int
     identity: int
     soft_pin_s: float
     replace: bool
+    number: int = 0
 
 
 class Voiding:
@@ -146,7 +149,9 @@ class UnfinishedPuts:
         self.pending: dict[bytes, PendingPut] = {}  # the put that is discarded first comes first
         index.table.promised = self.pending
         self.ahead_nbytes = 0  # of the unfinished puts that are AHEAD
-        self.counters = dict.fromkeys(("refused", "discarded"), 0)
+        # Not in the journal: a call does not outlive its connection, nor the connection this process.
+        self._dropped: OrderedDict[int, None] = OrderedDict()  # PutStarts that were given up and have not come
+        self.counters = dict.fromkeys(("refused", "discarded", "unanswered"), 0)
 
     def renew(self, keys: Sequence[bytes], generations: Sequence[int], now_s: float) -> list[bool]:
         """Restart the time of unfinished puts. Return for each whether it is still unfinished."""
@@ -176,6 +181,27 @@ class UnfinishedPuts:
         else:
             for generation in earlier:
                 self._space.stop_put(generation, now_s + self._rules.put_release_s)
+
+    def drop(self, number: int, keys: Iterable[bytes], now_s: float) -> None:
+        """The client has given up the PutStart of that number and of these keys before its answer came. Free what was
+        granted, also to puts that have been discarded since; or refuse the call when it comes.
+        """
+        if not number:
+            return
+        found = [self.pending[key] for key in dict.fromkeys(keys) if key in self.pending]
+        puts = [put for put in found if put.terms.number == number]
+        if puts:
+            self.abandon(puts, RemovalReason.PUT_REVOKED, True, now_s)
+        num_freed = len(puts) + self._space.free_puts_of(number)
+        self.counters["unanswered"] += num_freed
+        if not num_freed:
+            self._dropped[number] = None
+            if len(self._dropped) > MAX_DROPPED:
+                self._dropped.popitem(last=False)
+
+    def is_dropped(self, number: int) -> bool:
+        """Return whether the client gave up the PutStart of that number before it came."""
+        return number in self._dropped
 
     def on_session_stopped(self, keys: Iterable[bytes], session: int, up_to: int, now_s: float) -> None:
         """The session works on none of its puts up to that generation any more. End its puts of `keys` now; the others
@@ -246,12 +272,12 @@ class UnfinishedPuts:
         """Keep the space of an ended put whose writer has not reported that it stopped. What was granted ahead is
         revoked only by its client, which then no longer writes it in place.
         """
-        session, release_s = put.terms.session, self._rules.put_release_s
+        session, release_s, number = put.terms.session, self._rules.put_release_s, put.terms.number
         ahead = bool(put.terms.flags & AHEAD)
         stopped = reason is RemovalReason.PUT_REVOKED if ahead else put.generation <= self._space.stopped_up_to(session)
         if session < FIRST_SESSION:
-            self._space.free_put_at(renewed_s + release_s, put.generation, put.places, put.nbytes)
+            self._space.free_put_at(renewed_s + release_s, put.generation, put.places, put.nbytes, number)
         elif stopped:
-            self._space.free_put_at(now_s + release_s, put.generation, put.places, put.nbytes)
+            self._space.free_put_at(now_s + release_s, put.generation, put.places, put.nbytes, number)
         else:
-            self._space.hold_put(put.generation, put.places, put.nbytes, session, ahead)
+            self._space.hold_put(put.generation, put.places, put.nbytes, session, ahead, number)

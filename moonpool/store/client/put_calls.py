@@ -1,8 +1,12 @@
 """The calls to the master around a put: PutStart, PutRenew, PutEnd and PutRevoke.
 
-An answer to a PutStart may be lost. Then this client does not know which space it was granted, and the master would
-keep that space for as long as this process lives. So every PutStart states the generation up to which this client has
-no open put (Grants): the master takes back whatever it granted below.
+An answer to a PutStart may be lost, or come when its caller has given up. Then no process knows which space was
+granted. So each PutStart has a number, another one each time it is sent, and the client tells the master which numbers
+it has given up (PutDrop), before its next call of any kind: the space and the keys are free then. A PutRevoke that was
+not answered is sent again in the same way, and puts whose PutEnd was not answered are revoked.
+
+Every PutStart also states the generation up to which this client has no open put (Grants): the master takes back what
+it granted below that and was not told of.
 """
 
 from __future__ import annotations
@@ -10,14 +14,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 
 import msgspec
 
 from moonpool.base.errors import (
     AlreadyExists,
+    DeadlineExceeded,
     MoonpoolError,
     NotFound,
     NotSettled,
+    PeerLost,
     StaleGeneration,
     Unavailable,
     from_wire,
@@ -45,7 +52,6 @@ class Grants:
         self._open: set[int] = set()
         self._calls_began_at: list[int] = []  # per running call: the last generation known when it began
         self._last = 0
-        self._answer_lost = False
 
     def begin_call(self) -> tuple[int, int]:
         """Begin a PutStart. Return the argument for end_call(), and the generation up to which no put is open."""
@@ -57,15 +63,6 @@ class Grants:
         """End a PutStart, answered or not. Call add() with its grants first."""
         with self._lock:
             self._calls_began_at.remove(began_at)
-
-    def set_lost(self) -> None:
-        """Record that the answer to a PutStart was lost."""
-        self._answer_lost = True
-
-    def pop_lost(self) -> bool:
-        """Return whether an answer was lost since the last call of this method."""
-        was, self._answer_lost = self._answer_lost, False
-        return was
 
     def add(self, generations: Iterable[int], last: int) -> None:
         """Add the granted generations (0: not granted). `last` is the last one that the master gave to any client."""
@@ -82,9 +79,8 @@ class Grants:
 class GrantedPuts:
     """The answer to one PutStart. By position: the space, or in `errors` why there is none."""
 
-    def __init__(self, keys: list[bytes], session: int, reply: m.PutReply, repeated: bool = False) -> None:
+    def __init__(self, keys: list[bytes], session: int, reply: m.PutReply) -> None:
         self.keys, self.session = keys, session
-        self.repeated = repeated  # the call was sent twice: the grants of the first one are not known
         self.can_wait = False  # a refusal is temporary
         self.generations, self.replicas = reply.generations, reply.replicas
         self.errors: list[MoonpoolError | None] = [None] * len(keys)
@@ -120,6 +116,7 @@ class PutCalls:
     ) -> None:
         self._master, self._directory, self._sessions, self._counters = master, directory, sessions, counters
         self._grants = Grants()
+        self._numbers = count(1 + sessions.number // 2)  # of PutStarts; no other client has them
         self.ahead = HeldSpace(master, sessions.session, directory.local_segment, directory.is_local_memory, config)
 
     def take_ahead(self, put: Put, nbytes: int) -> HeldPlace | None:
@@ -179,16 +176,11 @@ class PutCalls:
     def _start_in_session(
         self, requests: Sequence[W], sizes: Sequence[int], meanwhile: Callable[[], bool] | None = None
     ) -> GrantedPuts:
-        """Start the puts, with a session if a granted segment needs one. Free what a lost answer had granted."""
+        """Start the puts, with a session if a granted segment needs one."""
         granted = self._start(requests, sizes, meanwhile)
         if not granted.session and self._may_write_in_place(granted):
             self.revoke(granted, granted.open())  # this machine's first node has started: ask again, with a session
             granted = self._start(requests, sizes)
-        if self._grants.pop_lost():  # another PutStart frees what the lost answer had granted
-            self.revoke(granted, granted.open())
-            granted = self._start(requests, sizes)
-        if granted.repeated:
-            self._explain_taken_keys(granted.keys, granted.errors)
         return granted
 
     def _may_write_in_place(self, granted: GrantedPuts) -> bool:
@@ -213,24 +205,28 @@ class PutCalls:
     ) -> GrantedPuts:
         local = self._directory.local_segment()
         began_at, settled_up_to = self._grants.begin_call()
-        repeated = True
         try:
             call = put_start(requests, sizes, session, local, settled_up_to)
-            reply, repeated = self._master.call_noting_repeats(call, meanwhile)
+            reply = self._ask(call, meanwhile)
             self._grants.add(reply.generations, reply.last_generation)
         finally:
             self._grants.end_call(began_at)
-            if repeated:
-                self._grants.set_lost()
-        return GrantedPuts(call.keys, session, reply, repeated)
+        return GrantedPuts(call.keys, session, reply)
+
+    def _ask(self, call: m.PutStart, meanwhile: Callable[[], bool] | None = None) -> m.PutReply:
+        """Send the call, under another number each time. Give up what is granted by an answer that does not come."""
+        call.number = next(self._numbers)
+
+        def drop() -> None:
+            self._master.owe(m.PutDrop(call.number, call.keys))
+            call.number = next(self._numbers)
+
+        return self._master.call_noting_repeats(call, meanwhile, drop)[0]
 
     def start_shared(self, requests: Sequence[W], sizes: Sequence[int], session: int) -> GrantedPuts:
-        """Ask for space that several processes write, in a session of their own: what an answer that is lost had
-        granted is freed when they have left it.
-        """
-        local = self._directory.local_segment()
-        call = put_start(requests, sizes, session, local, 0)
-        return GrantedPuts(call.keys, session, self._master.call(call))
+        """Ask for space that several processes write, in a session of their own."""
+        call = put_start(requests, sizes, session, self._directory.local_segment(), 0)
+        return GrantedPuts(call.keys, session, self._ask(call))
 
     def end(self, granted: GrantedPuts, meanwhile: Callable[[], bool] | None = None) -> None:
         """Make the written puts visible and give the space of the others back. `errors` has the outcome of each.
@@ -256,11 +252,18 @@ class PutCalls:
         failed: dict[int, tuple[str, ...]],
         meanwhile: Callable[[], bool] | None = None,
     ) -> dict[int, MoonpoolError]:
-        """Make the objects visible. Return the errors by position."""
+        """Make the objects visible. Return the errors by position. If this raises, those that are not visible by then
+        are given back.
+        """
         if not keys:
             return {}
         try:
             refusals = self._master.call(m.PutEnd(keys=keys, generations=generations, failed=failed), meanwhile)
+        except BaseException:
+            for settled in (True, False):
+                some = [at for at in range(len(keys)) if (at not in failed) is settled]
+                self._owe_revoke([keys[at] for at in some], [generations[at] for at in some], settled)
+            raise
         finally:
             self._grants.discard(generations)
         errors = {position: from_wire(refusal.code, refusal.message) for position, refusal in refusals.items()}
@@ -276,27 +279,21 @@ class PutCalls:
             self.give_back(keys, [granted.generations[position] for position in some], settled)
 
     def give_back(self, keys: list[bytes], generations: list[int], settled: bool) -> None:
-        """Give space back. Best effort: the master discards unfinished puts by itself after a while."""
+        """Give space back: now, or with the next call if the master does not answer."""
         if keys:
             try:
                 self._master.call_once(m.PutRevoke(keys=keys, generations=generations, settled=settled))
             except MoonpoolError as error:
                 self._counters.add_refusal(error)
+                if isinstance(error, (PeerLost, DeadlineExceeded)):
+                    self._owe_revoke(keys, generations, settled)
             finally:
                 self._grants.discard(generations)
+
+    def _owe_revoke(self, keys: list[bytes], generations: list[int], settled: bool) -> None:
+        if keys:
+            self._master.owe(m.PutRevoke(keys=keys, generations=generations, settled=settled))
 
     def renew(self, keys: list[bytes], generations: list[int]) -> list[bool]:
         """Tell the master that the puts go on. Return False where it has discarded the put."""
         return self._master.call(m.PutRenew(keys=keys, generations=generations)) if keys else []
-
-    def _explain_taken_keys(self, keys: Sequence[bytes], errors: list[MoonpoolError | None]) -> None:
-        """Correct errors after a call that was sent twice. A key may be taken by our own first call: then no object is
-        stored under it, and the error is Unavailable instead of AlreadyExists.
-        """
-        taken = [position for position, error in enumerate(errors) if isinstance(error, AlreadyExists)]
-        existing = self._master.call(m.Exist([keys[position] for position in taken])) if taken else []
-        for position, exists in zip(taken, existing, strict=True):
-            if not exists:
-                errors[position] = Unavailable(
-                    "the master was lost while it began this put; the key is free again when it has discarded that one"
-                )

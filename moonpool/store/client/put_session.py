@@ -235,7 +235,7 @@ class PiecePuts:
         return results
 
     def abort(self, sessions: Sequence[PutSession]) -> None:
-        """Give the space back. Best effort: the master discards unfinished puts by itself after a while."""
+        """Give the space back."""
         for settled in (True, False):
             some = [each for each in sessions if each.settled is settled]
             self.tools.calls.give_back([each.key for each in some], [each.generation for each in some], settled)

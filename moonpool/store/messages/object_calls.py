@@ -32,6 +32,8 @@ class PutStart(Call[PutReply]):
 
     `settled_up_to`: the session has no open put with a generation up to this one. It has ended them, or it does not
     know of them because an answer was lost.
+
+    `number` is issued once, by the client, and another one if the call is sent again; 0: none. See PutDrop.
     """
 
     keys: list[bytes]
@@ -41,6 +43,19 @@ class PutStart(Call[PutReply]):
     parents: list[bytes] | None = None
     groups: list[bytes] | None = None
     settled_up_to: Whole = 0
+    number: Whole = 0
+
+
+class PutDrop(Call[None]):
+    """The caller of the PutStart of that number and of these keys has given up: it has not got the answer and will not
+    take it. What that call was granted is free at once, since no process knows where to write. If the call comes later,
+    over a connection that its client has given up, it is refused. May be repeated.
+    """
+
+    outlives_caller: ClassVar[bool] = True
+
+    number: Whole
+    keys: list[bytes]
 
 
 class GrantAhead(Call[PutReply]):
