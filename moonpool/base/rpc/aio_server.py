@@ -52,7 +52,7 @@ from moonpool.base.rpc.intake import (
     MAX_HELLO_NBYTES,
     TURN_FRAMES,
     TURN_S,
-    Arrivals,
+    ArrivalTimes,
     LargeFrames,
 )
 from moonpool.base.rpc.protocol import (
@@ -206,7 +206,7 @@ class RpcPeer(asyncio.Protocol):
     def __init__(self, server: RpcServer) -> None:
         self._server = server
         self._frames = FrameDecoder(MAX_HELLO_NBYTES)
-        self._arrivals = Arrivals()  # of what is in `_frames`
+        self._arrivals = ArrivalTimes()  # of what is in `_frames`
         self._read_turn = 0  # the latest turn that the server had noted at a read
         self._held: Frame | None = None  # a call that arrived while answers were unread
         self._held_since_s = 0.0

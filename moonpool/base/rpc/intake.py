@@ -5,7 +5,7 @@ collected in memory: small frames always, large ones only while all connections 
 Beyond the limit a connection is not read until others have finished their frames. The connection that began its frame
 first is closed if it does not finish in time, so that senders which never finish cannot block the others.
 
-Calls wait, too: for their turn, and while earlier answers are unread. Arrivals keeps when the waiting bytes came, so
+Calls wait, too: for their turn, and while earlier answers are unread. ArrivalTimes keeps when the waiting bytes came, so
 that the server begins no call whose caller has given up meanwhile.
 """
 
@@ -109,7 +109,7 @@ class LargeFrames:
             )
 
 
-class Arrivals:
+class ArrivalTimes:
     """When the bytes arrived that one connection has received and not handled yet. Pure."""
 
     def __init__(self) -> None:
