@@ -24,7 +24,7 @@ from moonpool.base.metrics import process_metrics
 from moonpool.base.rpc import AsyncClient, BlockingClient, Call, Hello, RpcPeer, RpcServer, StreamCall
 from moonpool.base.rpc.aio_server import LateCalls
 from moonpool.base.rpc.breaker import BreakerLimits
-from moonpool.base.rpc.intake import Arrivals
+from moonpool.base.rpc.intake import ArrivalTimes
 from moonpool.base.rpc.protocol import decode_error, encode_call, encode_error, encode_value, wait_ms_of
 
 HELLO = encode_value(FrameKind.HELLO, 0, Hello("testing"))
@@ -387,7 +387,7 @@ def test_the_error_crosses_the_wire_as_what_it_is() -> None:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), max_size=150))
 def test_the_time_of_waiting_bytes_is_that_of_their_read(steps: list[tuple[int, int]]) -> None:
     """Reads of some bytes, after each of which the server handles some. The time is never too early."""
-    arrivals, waiting, now_s = Arrivals(), list[float](), 0.0
+    arrivals, waiting, now_s = ArrivalTimes(), list[float](), 0.0
     for nbytes, num_handled in steps:
         now_s += 1.0
         (arrivals.add if waiting else arrivals.begin)(nbytes, now_s)

@@ -5,8 +5,8 @@ collected in memory: small frames always, large ones only while all connections 
 Beyond the limit a connection is not read until others have finished their frames. The connection that began its frame
 first is closed if it does not finish in time, so that senders which never finish cannot block the others.
 
-Calls wait, too: for their turn, and while earlier answers are unread. ArrivalTimes keeps when the waiting bytes came, so
-that the server begins no call whose caller has given up meanwhile.
+Calls wait, too: for their turn, and while earlier answers are unread. ArrivalTimes keeps when the waiting bytes came,
+so that the server begins no call whose caller has given up meanwhile.
 """
 
 from __future__ import annotations
