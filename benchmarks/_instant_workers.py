@@ -34,6 +34,7 @@ from moonpool.worker.messages import (
     DecodeItem,
     GetStats,
     Prefill,
+    PrefillItem,
     PrefillReply,
     RequestSpec,
     Ticket,
@@ -98,14 +99,12 @@ class InstantWorkers:
         finally:
             del self._handed_over[key]
 
-    def _prefill(self, call: Prefill, _peer: object) -> PrefillReply:
+    async def _prefill(self, call: Prefill, _peer: object) -> AsyncIterator[PrefillItem]:
         handed_over = self._handed_over.get((call.spec.request_id, call.spec.epoch))
         if handed_over is None:
             raise NotFound("the client has left, and with it the stream of this request")
         is_over = self._wanted(call.spec) == 1
-        if not is_over and not handed_over.done():
-            handed_over.set_result(None)
-        return PrefillReply(
+        reply = PrefillReply(
             first=TokenOut(_FIRST_TOKEN),
             finish_reason="length" if is_over else None,
             local_tokens=0,
@@ -114,6 +113,12 @@ class InstantWorkers:
             queue_s=0.0,
             compute_s=0.0,
         )
+        yield PrefillItem(reply=reply)
+        if is_over:
+            return
+        if not handed_over.done():
+            handed_over.set_result(None)
+        yield PrefillItem(handoff_s=0.0)
 
     def _wanted(self, spec: RequestSpec) -> int:
         return min(self._num_tokens, spec.params.max_tokens)

@@ -137,15 +137,15 @@ class Calibration:
         return DecodeSample(num_seqs, sum(tokens), statistics.mean(gaps))
 
     async def _overheads(self) -> tuple[float, float]:
-        """What requests take to their prefill, and to be handed off, that find nobody else there. With one token
-        nothing is handed off."""
+        """What requests take to their prefill, and to be handed off, that find nobody else there. The hand-off comes
+        between the first two tokens, together with a step."""
         request_s, handoff_s = [], []
         for num_tokens, prefix_tokens in OVERHEADS:
             compute_s = (await self._prefill(self._prompt(num_tokens, prefix_tokens))).compute_s
             one = await ask(self._url, self._prompt(num_tokens, prefix_tokens), 1)
-            two = await ask(self._url, self._prompt(num_tokens, prefix_tokens), 2)
+            few = await ask(self._url, self._prompt(num_tokens, prefix_tokens), 4)
             request_s.append(one.ttft_s - compute_s)
-            handoff_s.append(two.ttft_s - one.ttft_s)
+            handoff_s.append(few.gaps_s[0] - statistics.mean(few.gaps_s[1:]))
         return max(0.0, statistics.median(request_s)), max(0.0, statistics.median(handoff_s))
 
 

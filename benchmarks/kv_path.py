@@ -115,16 +115,17 @@ class DecodeSide:
             self._segment.fence.stamp(*self._layout.page(page), generation)
         self._segment.fence.limit = generation
 
-    async def _open(self, call: OpenHandoff, peer: object) -> None:
+    def _open(self, call: OpenHandoff, peer: object) -> None:
         self._reservations.open(call.request_id, call.epoch, call.generation, id(peer))
 
-    async def _abort(self, call: AbortHandoff, peer: object) -> None:
-        self._reservations.abort(call.request_id, call.epoch, call.generation, id(peer))
+    def _abort(self, call: AbortHandoff, peer: object) -> None:
+        for each in self._reservations.abort(call.request_id, call.epoch, call.generation, id(peer)):
+            self._reservations.free(each)
 
     async def _commit(self, call: CommitHandoff, peer: object) -> None:
         incoming = self._reservations.begin_commit(call.request_id, call.epoch, call.generation)
         if not await asyncio.to_thread(self._verify, incoming.pages, call.checksums):
-            self._reservations.void(incoming)
+            self._reservations.free(incoming)
             raise Corrupt("KV was damaged on its way")
         pages = self._reservations.adopt(incoming)
         assert pages is not None
@@ -184,7 +185,9 @@ class PrefillSide:
         layout = layout_of(NUM_PAGES)
         self._memory = memoryview(bytearray(np.random.default_rng(1).bytes(layout.page_nbytes)) * NUM_PAGES)
         self._pieces = HostPieces(self._memory, layout)
-        self._peers = DecodePeers("p")
+        events = asyncio.new_event_loop()
+        threading.Thread(target=events.run_forever, name="calls", daemon=True).start()
+        self._peers = DecodePeers("p", events)
         self._queue = SendQueue()
         self._transfers = TransferCounter()
         self._keys: list[bytes] = []

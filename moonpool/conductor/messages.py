@@ -21,7 +21,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted terms of one prefill worker, in seconds and blocks, kept in the decision record.
 
     `congestion_s` is the part of `transfer_s` that other pulls cause; during `overlap_s` the worker loads and computes
-    at the same time. `pages_s` and `handoff_s` depend on the decode worker and are the same for all candidates.
+    at the same time. `pages_s` depends on the decode worker and is the same for all candidates. So is `handoff_s`: the
+    client has its first token by then.
     """
 
     worker: str
@@ -36,7 +37,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[str, ...] = ()  # workers that compute the first layers, before `worker`, which computes the last ones
     chunk_tokens: int = 0  # of a prompt that passes `stages`
     pages_s: float = 0.0  # until the decode worker has pages for the request; before that no worker begins with it
-    handoff_s: float = 0.0  # after the prompt is computed, until the decode worker has its KV
+    handoff_s: float = 0.0  # from the first token until the decode worker has the KV; not part of `ttft_s`
 
     @property
     def service_s(self) -> float:
@@ -45,7 +46,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ttft_s(self) -> float:
-        return max(self.pages_s, self.queue_s) + self.service_s + self.handoff_s
+        return max(self.pages_s, self.queue_s) + self.service_s
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,12 +109,12 @@ class BeforeDecode(Call[None]):
 
 class PrefillParts(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of a prompt went, as its prefill worker measured it. Loading overlaps with computing, so the parts
-    may add up to more than the time to first token."""
+    may add up to more than the time to first token; the hand-off follows it."""
 
     queue_s: Seconds  # at the worker
     pull_s: Seconds = 0.0  # part of `compute_s` or beside it
     compute_s: Seconds  # waits for pulls included
-    handoff_s: Seconds = 0.0  # after the last layer was computed
+    handoff_s: Seconds | None = None  # from the first token until the decode worker had the KV; None: it had not
     # Seconds after the start of the pull at which each of as many equal parts of the layers was in place: of each layer
     # with up to 32 layers; empty without a pull, and on a GPU, which copies what the host does not wait for.
     pull_layers_s: tuple[Seconds, ...] = ()

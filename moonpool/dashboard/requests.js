@@ -87,10 +87,11 @@ function candidates(record) {
 function timeline(record) {
   const parts = record.parts;
   if (!parts || record.ended_at_s === null) return h("p", { class: "hint" }, "No times were measured.");
-  const decode = Math.max(0, record.ended_at_s - record.routed_at_s - record.measured_ttft_s);
+  const handoff = parts.handoff_s ?? 0;  // after the first token
+  const decode = Math.max(0, record.ended_at_s - record.routed_at_s - record.measured_ttft_s - handoff);
   const pull = Math.min(parts.pull_s, parts.compute_s);
   const steps = [["queue", record.waited_s + parts.queue_s, "queue"], ["pull", pull, "pull (beside computing)"],
-    ["compute", parts.compute_s - pull, "compute"], ["handoff", parts.handoff_s, "hand-off"], ["decode", decode, "decode"]];
+    ["compute", parts.compute_s - pull, "compute"], ["handoff", handoff, "hand-off"], ["decode", decode, "decode"]];
   const label = steps.filter(([, value]) => value > 0).map(([, value, name]) => `${name} ${seconds(value)}`).join(", ");
   return h("div", { class: "rows" }, bar(steps.map(([kind, value]) => ({ kind, value })), 0, label), h("p", { class: "hint" }, label), layers(parts));
 }

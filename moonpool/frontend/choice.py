@@ -67,6 +67,8 @@ class ChoiceRunner:
         self._deadline = Deadline(request.timeout_s)
         self._output: list[int] = []
         self._first: PrefillReply | None = None
+        self._attempt: Attempt | None = None  # the latest one, and the one that brought the first token
+        self._first_attempt: Attempt | None = None
         self._outcome = "cancelled"  # until the choice is done or fails
         self.ttft_s: float | None = None
         self.queue_s: float | None = None  # waits before the prompt was computed: at the conductor, at the worker
@@ -96,13 +98,13 @@ class ChoiceRunner:
     async def batches(self) -> AsyncGenerator[TokenBatch, None]:
         """Yield the tokens. Raise Overloaded, Unavailable, DeadlineExceeded, FatalRequest, or the error of a worker."""
         try:
-            attempt: Attempt | None = None
             while True:
-                attempt = await self._plan(is_moved=attempt is not None and attempt.is_moved)
+                attempt = await self._plan(is_moved=self._attempt is not None and self._attempt.is_moved)
+                self._attempt = attempt
                 try:
                     async with aclosing(attempt.batches()) as batches:
                         async for batch in batches:
-                            await self._accept(batch, attempt.decision)
+                            await self._accept(batch, attempt)
                             if attempt.survived:
                                 self._retries.survived()
                             yield batch
@@ -123,7 +125,7 @@ class ChoiceRunner:
 
     def _trace_ended(self, outcome: str) -> None:
         if self._trace is not None:
-            self._trace.ended(outcome)
+            self._trace.ended(outcome, None if self._attempt is None else self._attempt.handoff_s)
 
     async def _plan(self, is_moved: bool) -> Attempt:
         if not is_moved:
@@ -188,8 +190,9 @@ class ChoiceRunner:
         # No short timeout: the request may have to queue, and a conductor that hangs is noticed by its silence.
         return await conductor.call(route, timeout_s=self._deadline.remaining_s())
 
-    async def _accept(self, batch: TokenBatch, decision: Decision) -> None:
+    async def _accept(self, batch: TokenBatch, attempt: Attempt) -> None:
         """Record the batch. Raise Overloaded, and record nothing, if the conductor refuses to decode it."""
+        decision = attempt.decision
         if batch.prefill is not None:
             may_be_refused = decision.asks_before_decode and not self._output and batch.finish_reason is None
             await self._report_prefill_ended(may_be_refused)
@@ -198,7 +201,7 @@ class ChoiceRunner:
         self._output += [out.token for out in batch.tokens]
         self._last_s = self._elapsed_s
         if self._first is None and batch.prefill is not None:
-            self._first = batch.prefill
+            self._first, self._first_attempt = batch.prefill, attempt
             self.ttft_s = self._elapsed_s
             self.queue_s = decision.waited_s + batch.prefill.queue_s
 
@@ -264,23 +267,25 @@ class ChoiceRunner:
             tbt_s=self._tbt_s(),
             ssd_tokens=0 if first is None else first.ssd_tokens,
             remote_tokens=0 if first is None else first.remote_tokens,
-            parts=None if first is None else _parts(first),
+            parts=self._parts(),
+        )
+
+    def _parts(self) -> PrefillParts | None:
+        first, attempt = self._first, self._first_attempt
+        if first is None or attempt is None:
+            return None
+        return PrefillParts(
+            queue_s=first.queue_s,
+            pull_s=first.pull_s,
+            compute_s=first.compute_s,
+            handoff_s=attempt.handoff_s,
+            pull_layers_s=first.pull_layers_s,
         )
 
     def _tbt_s(self) -> float | None:
         """Return the mean time between tokens; None with fewer than two tokens."""
         gaps = len(self._output) - 1
         return None if self.ttft_s is None or gaps < 1 else (self._last_s - self.ttft_s) / gaps
-
-
-def _parts(reply: PrefillReply) -> PrefillParts:
-    return PrefillParts(
-        queue_s=reply.queue_s,
-        pull_s=reply.pull_s,
-        compute_s=reply.compute_s,
-        handoff_s=reply.handoff_s,
-        pull_layers_s=reply.pull_layers_s,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """From what the front end knows of a request to the spans of its trace. Pure: no clock, no OpenTelemetry.
 
-Worker spans are placed by the durations that the prefill worker reports, backwards from when its reply arrived: the
-hand-off ends there, computing before it, waiting in the worker's queue before that. What was lost on the way to the
-worker and in reserving pages stays a gap after the decision. A child never begins before its parent or ends after it.
+Worker spans are placed by the durations that the prefill worker reports, backwards from when its reply with the first
+token arrived: computing ends there, waiting in the worker's queue before that. The hand-off begins there, and decoding
+follows it. What was lost on the way to the worker and in reserving pages stays a gap after the decision. A child never
+begins before its parent or ends after it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class AttemptTimes:
     decode_worker: str = ""
     replied_s: float | None = None  # when the reply of the prefill worker came
     reply: PrefillReply | None = None
+    handoff_s: float | None = None  # from its first token until the decode worker had the KV
     num_tokens: int = 0  # of the answer, from this attempt
     ended_s: float | None = None
     outcome: str = "cancelled"
@@ -68,9 +70,11 @@ def _children(times: AttemptTimes, ended_s: float) -> Iterator[PlannedSpan]:
     decode_from_s = routed_s
     if times.reply is not None and times.replied_s is not None:
         yield from _prefill(times.reply, routed_s, times.replied_s, times.prefill_worker)
-        decode_from_s = times.replied_s
         if times.reply.finish_reason is not None:
             return
+        decode_from_s = min(ended_s, times.replied_s + (times.handoff_s or 0.0))
+        if times.handoff_s is not None:
+            yield PlannedSpan("hand-off", times.replied_s, decode_from_s, {"moonpool.worker": times.prefill_worker})
     elif not times.num_tokens:
         return  # it failed before a token came
     attributes: Attributes = {"moonpool.worker": times.decode_worker, "moonpool.output_tokens": times.num_tokens}
@@ -78,19 +82,16 @@ def _children(times: AttemptTimes, ended_s: float) -> Iterator[PlannedSpan]:
 
 
 def _prefill(reply: PrefillReply, from_s: float, until_s: float, worker: str) -> Iterator[PlannedSpan]:
-    handoff_s = max(from_s, until_s - reply.handoff_s)
-    computed_s = max(from_s, handoff_s - reply.compute_s)
+    computed_s = max(from_s, until_s - reply.compute_s)
     arrived_s = max(from_s, computed_s - reply.queue_s)
     name: Attributes = {"moonpool.worker": worker}
-    pull_end_s = min(handoff_s, computed_s + reply.pull_s)
+    pull_end_s = min(until_s, computed_s + reply.pull_s)
     # A pull that took no time of the step went on while the prompt waited (worker/kv_link/pull_ahead.py).
     ahead = reply.pull_s == 0
     pulls = tuple(_pulls(reply, *((arrived_s, computed_s) if ahead else (computed_s, pull_end_s))))
     yield PlannedSpan("queue", arrived_s, computed_s, name, pulls if ahead else ())
     tokens: Attributes = {"moonpool.own_tokens": reply.local_tokens, "moonpool.pool_tokens": reply.pool_tokens}
-    yield PlannedSpan("prefill", computed_s, handoff_s, {**name, **tokens}, () if ahead else pulls, is_call=True)
-    if reply.finish_reason is None:
-        yield PlannedSpan("hand-off", handoff_s, until_s, name)
+    yield PlannedSpan("prefill", computed_s, until_s, {**name, **tokens}, () if ahead else pulls, is_call=True)
 
 
 def _pulls(reply: PrefillReply, begin_s: float, end_s: float) -> Iterator[PlannedSpan]:

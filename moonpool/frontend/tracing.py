@@ -57,10 +57,10 @@ class ChoiceTrace:
         if batch.prefill is not None:
             self._now.replied_s, self._now.reply = time.monotonic(), batch.prefill
 
-    def ended(self, outcome: str) -> None:
+    def ended(self, outcome: str, handoff_s: float | None) -> None:
         """End the attempt that is under way, if one is."""
         if self._now is not None and self._now.ended_s is None:
-            self._now.ended_s, self._now.outcome = time.monotonic(), outcome
+            self._now.ended_s, self._now.outcome, self._now.handoff_s = time.monotonic(), outcome, handoff_s
 
 
 class RequestTrace:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moonpool.base.clock import Clock
 from moonpool.base.cluster import DecodeSample
@@ -46,8 +46,14 @@ from moonpool.worker.prefill import engine_name, token_out
 _STALL_S = 2.0
 # Blocks waiting to be put. Further ones are counted instead of put, so that a slow pool does not hold all pages.
 _MAX_WAITING_PUTS = 1024
+# Hand-offs whose KV is verified at the same time. On a GPU a thread waits for the device most of the time.
+_MAX_VERIFIERS = 32
 
 T = TypeVar("T")
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await asyncio.shield(task)
 
 
 def _uncancellable() -> Future[Incoming]:
@@ -95,6 +101,8 @@ class DecodeRole:
         self._streams: dict[str, Stream] = {}
         self._waiting: deque[Stream] = deque()  # for pages
         self._commits: set[asyncio.Task[None]] = set()
+        # Of its own: look-ups in a slow pool may take all threads of asyncio's.
+        self._verifiers = ThreadPoolExecutor(_MAX_VERIFIERS, thread_name_prefix="verify")
         self._put_numbers = itertools.count()
         self._num_waiting_puts = 0  # blocks
         self._step_started_s = 0.0
@@ -141,48 +149,57 @@ class DecodeRole:
             generation=incoming.generation,
         )
 
-    async def open_handoff(self, call: OpenHandoff, writer: object) -> None:
-        await self._on_engine(lambda: self._reservations.open(call.request_id, call.epoch, call.generation, id(writer)))
+    def open_handoff(self, call: OpenHandoff, writer: object) -> None:
+        self._reservations.open(call.request_id, call.epoch, call.generation, id(writer))
 
-    async def end_writes(self, call: EndWrites, writer: object) -> None:
-        end = self._reservations.end_writes
-        await self._on_engine(lambda: end(call.request_id, call.epoch, call.generation, id(writer)))
+    def end_writes(self, call: EndWrites, writer: object) -> None:
+        self._reservations.end_writes(call.request_id, call.epoch, call.generation, id(writer))
 
-    async def abort_handoff(self, call: AbortHandoff, writer: object) -> None:
-        abort = self._reservations.abort
-        await self._on_engine(lambda: abort(call.request_id, call.epoch, call.generation, id(writer)))
+    def abort_handoff(self, call: AbortHandoff, writer: object) -> None:
+        self._free_later(self._reservations.abort(call.request_id, call.epoch, call.generation, id(writer)))
 
     def writer_gone(self, writer: object) -> None:
-        name = id(writer)
-        assert self.loop is not None
-        self.loop.post(lambda: self._reservations.writer_gone(name))
+        self._free_later(self._reservations.writer_gone(id(writer)))
 
-    async def commit_handoff(self, call: CommitHandoff) -> None:
-        """Verify and adopt the pages. Runs to its end even when the writer disconnects, so that no page is lost."""
-        task = asyncio.get_running_loop().create_task(self._commit(call))
+    def _free_later(self, reservations: Sequence[Incoming]) -> None:
+        assert self.loop is not None
+        for each in reservations:
+            self.loop.post(partial(self._reservations.free, each))
+
+    def commit_handoff(self, call: CommitHandoff) -> Coroutine[Any, Any, None]:
+        """Begin the commit now, before later calls of the writer are handled. Return a coroutine that ends when the
+        pages are adopted; verifying goes on even when the writer disconnects, so that no page is lost."""
+        incoming = self._reservations.begin_commit(call.request_id, call.epoch, call.generation)
+        task = asyncio.get_running_loop().create_task(self._commit(incoming, call))
         self._commits.add(task)
         task.add_done_callback(self._committed)
-        await asyncio.shield(task)
+        return _ended(task)
 
     def _committed(self, task: asyncio.Task[None]) -> None:
         self._commits.discard(task)
         if not task.cancelled():
             task.exception()  # retrieved, as the writer may be gone; the reader sees a failed prefill
 
-    async def _commit(self, call: CommitHandoff) -> None:
-        begin = self._reservations.begin_commit
-        # A step that was launched before these pages were reserved may still write to them: it counts as damage.
-        incoming, ready = await self._on_engine(
-            lambda: (begin(call.request_id, call.epoch, call.generation), self._memory.mark())
+    async def _commit(self, incoming: Incoming, call: CommitHandoff) -> None:
+        """Take one turn of the engine's thread: all hand-offs that are verified by then enter the next step."""
+        is_good = await asyncio.get_running_loop().run_in_executor(
+            self._verifiers, self._verify, incoming, call.checksums
         )
-        is_good = await asyncio.to_thread(self._verify, incoming, call.checksums, ready)
         await self._on_engine(lambda: self._adopt(incoming, call) if is_good else self._refuse(incoming))
 
-    def _verify(self, incoming: Incoming, expected: bytes, ready: ReadyPoint | None) -> bool:
-        """Return whether every written piece, as it lies in its page, matches its checksum."""
+    def _verify(self, incoming: Incoming, expected: bytes) -> bool:
+        """Return whether every written piece, as it lies in its page, matches its checksum.
+
+        A step that was launched before the pages were reserved may still write to them. It is waited for, so that what
+        it writes counts as damage. Later steps do not write there.
+        """
         layers = range(self._memory.layout.num_layers)
-        found = self._memory.checksums(incoming.pages[incoming.num_present :], layers, ready)
+        found = self._memory.checksums(incoming.pages[incoming.num_present :], layers, incoming.reserved_at)
         return found.astype("<u4").tobytes() == expected
+
+    def close(self) -> None:
+        """Idempotent. What is being verified is no longer waited for."""
+        self._verifiers.shutdown(wait=False, cancel_futures=True)
 
     async def _on_engine(self, function: Callable[[], T]) -> T:
         assert self.loop is not None
@@ -272,7 +289,7 @@ class DecodeRole:
             raise
 
     def _refuse(self, incoming: Incoming) -> None:
-        self._reservations.void(incoming)
+        self._reservations.free(incoming)
         error = Corrupt(f"KV of request {incoming.request_id} was damaged on its way")
         self._samples.pull_failures[error.code] += 1
         raise error

@@ -1,9 +1,10 @@
 """The calls of a worker, for the front end and other workers. Service name "worker" (base/cluster.py).
 
 A request's way: the front end opens `Decode` at the decode worker and gets a Ticket (reserved pages); it hands the
-ticket to `Prefill`; the prefill worker writes KV straight into those pages and ends with `CommitHandoff` at the decode
-worker; tokens then come out of the `Decode` stream. Closing the stream at any time releases everything. `epoch` counts
-the front end's attempts at one request; calls of an earlier attempt are refused.
+ticket to `Prefill`; the prefill worker writes KV straight into those pages, streams the first token back as soon as it
+has it, and ends with `CommitHandoff` at the decode worker; the other tokens then come out of the `Decode` stream.
+Closing the stream at any time releases everything. `epoch` counts the front end's attempts at one request; calls of an
+earlier attempt are refused.
 
 A running answer moves without a prefill worker: the stream of the old decode worker ends with MOVED when all full
 blocks are in the pool, and `Decode` with `resumes` lets another decode worker bring them from there.
@@ -79,7 +80,14 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
     remote_tokens: int = 0  # of `pool_tokens`, read from the memory of another machine
     pull_s: float = 0.0
     pull_layers_s: tuple[float, ...] = ()  # as PrefillParts of the conductor has them
-    handoff_s: float = 0.0  # from the last token until the decode worker had all of the KV
+
+
+class PrefillItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Element of a Prefill stream: first the reply, as soon as the first token is sampled. If the answer goes on, then
+    `handoff_s`, the time from the first token until the decode worker had the KV."""
+
+    reply: PrefillReply | None = None
+    handoff_s: float | None = None
 
 
 class DecodeItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,8 +109,9 @@ class Decode(StreamCall[DecodeItem]):
     resumes: bool = False
 
 
-class Prefill(Call[PrefillReply]):
-    """Compute the prompt's KV and the first token, and hand them to the ticket's owner.
+class Prefill(StreamCall[PrefillItem]):
+    """Compute the prompt's KV and the first token, and hand them to the ticket's owner. If that fails, the stream ends
+    with the error, after the reply or before it.
 
     No more than the first `max_pool_blocks` blocks come from the pool; None: all that it has. With `stages`, the
     addresses of other prefill workers, these compute the first layers and this one the last ones, in chunks of

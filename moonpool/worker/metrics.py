@@ -43,7 +43,7 @@ class WorkerTimes:
         self.queue = _histogram("queue", "from a request's arrival until it is computed, or has pages to decode in")
         self.prefill = _histogram("prefill", "computing a prompt, waits for the pool included")
         self.pull = _histogram("pull", "pulling a request's blocks from the pool")
-        self.handoff = _histogram("handoff", "from a prompt's last token until the decode worker has all of its KV")
+        self.handoff = _histogram("handoff", "from the first token until the decode worker has all of the KV")
         self.decode_step = _histogram("decode_step", "one step of the batch, each sequence one token")
 
     def register(self, registry: CollectorRegistry) -> None:

@@ -10,10 +10,8 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import msgspec
 
 from moonpool.base.clock import Clock, Deadline
 from moonpool.base.cluster import PrefillSample
@@ -28,7 +26,7 @@ from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.kv_link.pull_job import PullJob, PullResult
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop
-from moonpool.worker.messages import Prefill, PrefillReply, RequestSpec, Ticket, TokenOut
+from moonpool.worker.messages import Prefill, PrefillItem, PrefillReply, RequestSpec, Ticket, TokenOut
 from moonpool.worker.metrics import Samples
 
 _LOG = logging.getLogger(__name__)
@@ -40,7 +38,7 @@ class Prompt:
 
     spec: RequestSpec
     push: Push
-    done: Callable[[PrefillReply | MoonpoolError], None]
+    send: Callable[[PrefillItem | MoonpoolError], None]  # to the front end
     arrived_s: float
     started_s: float = 0.0
     alone_s: float = 0.0  # its share of the steps that computed it, without waits for pulls
@@ -92,27 +90,26 @@ class PrefillRole:
 
     # -- RPC handlers, on the event loop ---------------------------------------------------------------------
 
-    async def prefill(self, call: Prefill) -> PrefillReply:
+    async def prefill(self, call: Prefill) -> AsyncGenerator[PrefillItem, None]:
         spec, name = call.spec, engine_name(call.spec)
-        loop = asyncio.get_running_loop()
+        events, deadline = asyncio.get_running_loop(), Deadline(call.spec.timeout_s)
         sequence = self.sequence(spec)
         sequence.num_pool_blocks = await count_pool_blocks(self._puller, sequence, call.max_pool_blocks)
-        reply: asyncio.Future[PrefillReply] = loop.create_future()
+        items: asyncio.Queue[PrefillItem | MoonpoolError] = asyncio.Queue()
 
-        def done(outcome: PrefillReply | MoonpoolError) -> None:
-            loop.call_soon_threadsafe(_settle, reply, outcome)
+        def send(item: PrefillItem | MoonpoolError) -> None:
+            events.call_soon_threadsafe(items.put_nowait, item)
 
-        prompt = Prompt(spec, self._make_push(call.ticket, sequence.keys), done, self._clock.now_s())
+        prompt = Prompt(spec, self._make_push(call.ticket, sequence.keys), send, self._clock.now_s())
         assert self.loop is not None
         try:
             await asyncio.wrap_future(self.loop.call(lambda: self._add(name, sequence, prompt)))
-            async with asyncio.timeout(spec.timeout_s):
-                return await reply
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the prompt was not computed within {spec.timeout_s:g} s") from error
+            item = await _next(items, deadline)
+            yield item
+            if item.reply is not None and item.reply.finish_reason is None:
+                yield await _next(items, deadline)
         finally:
             # Ended, cancelled or timed out: release what the prompt still holds. No effect when it has ended.
-            reply.cancel()
             self.loop.post(lambda: self._drop(name, prompt))
 
     def sequence(self, spec: RequestSpec) -> RequestSequence:
@@ -145,7 +142,7 @@ class PrefillRole:
         self._scheduler.cancel(name)
         prompt.push.abort()
         prompt.push.finish_puts(complete=False, on_done=lambda: None)
-        prompt.done(error)
+        prompt.send(error)
 
     @property
     def num_prompts(self) -> int:
@@ -188,23 +185,21 @@ class PrefillRole:
     def _finish(self, out: StepOutput, prompt: Prompt) -> None:
         first = token_out(out.sampled)
         ended = None if out.finish_reason == "handoff" else out.finish_reason
-        reply = self._reply(prompt, first, ended)
+        prompt.send(PrefillItem(reply=self._reply(prompt, first, ended)))
         if ended is None:
             began_s = self._clock.now_s()
-            prompt.push.commit(
-                first, len(prompt.spec.tokens), lambda error: self._handed_off(prompt, error or reply, began_s)
-            )
+            prompt.push.commit(first, len(prompt.spec.tokens), lambda error: self._handed_off(prompt, error, began_s))
         else:
             prompt.push.abort()
-            prompt.done(reply)
         prompt.push.finish_puts(complete=True, on_done=lambda: self._released(out.request_id, prompt.push))
 
-    def _handed_off(self, prompt: Prompt, outcome: PrefillReply | MoonpoolError, began_s: float) -> None:
-        if isinstance(outcome, PrefillReply):
-            handoff_s = self._clock.now_s() - began_s
-            self._samples.times.handoff.observe(handoff_s)
-            outcome = msgspec.structs.replace(outcome, handoff_s=handoff_s)
-        prompt.done(outcome)
+    def _handed_off(self, prompt: Prompt, error: MoonpoolError | None, began_s: float) -> None:
+        if error is not None:
+            prompt.send(error)
+            return
+        handoff_s = self._clock.now_s() - began_s
+        self._samples.times.handoff.observe(handoff_s)
+        prompt.send(PrefillItem(handoff_s=handoff_s))
 
     def _released(self, name: str, push: Push) -> None:
         """Release the pages: nothing reads them any more."""
@@ -348,10 +343,13 @@ def completed_blocks(chunk: Chunk, block_tokens: int, *, is_end: bool) -> range:
     return range(chunk.start // block_tokens, end)
 
 
-def _settle(future: asyncio.Future[PrefillReply], outcome: PrefillReply | MoonpoolError) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, MoonpoolError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+async def _next(items: asyncio.Queue[PrefillItem | MoonpoolError], deadline: Deadline) -> PrefillItem:
+    """Return the next item; raise it if it is an error."""
+    try:
+        async with asyncio.timeout(deadline.remaining_s()):
+            item = await items.get()
+    except TimeoutError as error:
+        raise DeadlineExceeded("the prompt was not computed and handed over in time") from error
+    if isinstance(item, MoonpoolError):
+        raise item
+    return item

@@ -188,7 +188,7 @@ class Worker:
         identity = built.identity.digest()
         self._pool_health = PoolHealth(config.pool_rest_s)
         self._pool = PoolWriter(self._store, built.pieces, identity, self._pool_health)
-        self._peers = DecodePeers(config.name)
+        self._peers = DecodePeers(config.name, asyncio.get_running_loop())
         own.callback(self._peers.close)
         self._queue = SendQueue()
         own.callback(self._queue.close)
@@ -196,10 +196,11 @@ class Worker:
             queue=self._queue, memory=built.pieces, pool=self._pool, peers=self._peers, transfer=self._transfer
         )
         self._samples = Samples()
-        self._reservations = Reservations(built.scheduler.pages, self._stamp)
+        self._reservations = Reservations(built.scheduler.pages, self._stamp, built.pieces.mark)
         puller = Puller(self._store, built.pieces, identity, health=self._pool_health)
         own.callback(puller.close)
         self._prefill, self._decode = self._make_prefill(built, puller), self._make_decode(built)
+        own.callback(self._decode.close)
         stages = StageRunner(built.runner, built.scheduler.pages)
         ahead = AheadPuller(built.scheduler, puller, self._samples, self._prefill.pull_limit_s, SystemClock())
         roles = BothRoles(self._prefill, self._decode, stages, ahead)
@@ -367,11 +368,11 @@ class Worker:
             raise InvalidInput(f"a request needs a prompt of token ids below {vocab_size}", param="prompt")
         return call
 
-    async def _open_handoff(self, call: OpenHandoff, peer: RpcPeer) -> None:
+    def _open_handoff(self, call: OpenHandoff, peer: RpcPeer) -> None:
         if peer not in self._writers:
             self._writers.add(peer)
             peer.on_close(lambda: self._writer_gone(peer))
-        await self._decode.open_handoff(call, peer)
+        self._decode.open_handoff(call, peer)
 
     def _writer_gone(self, peer: RpcPeer) -> None:
         self._writers.discard(peer)

@@ -106,6 +106,23 @@ def test_a_frozen_client_is_forgotten_and_may_come_back(place: Place, caplog: py
     run(place[1], main())
 
 
+def test_a_silent_client_that_may_stand_still_is_kept(place: Place) -> None:
+    """Its end is that of its process, which the kernel tells."""
+    mute = SilenceLimits(ping_interval_s=200.0, silence_limit_s=600.0)
+
+    async def main() -> None:
+        async with serving(place[0], QUICK) as (service, address), connected(address, mute) as promised:
+            still = await AsyncClient.connect(address, "testing", silence_limits=mute, may_stand_still=True)
+            async with asyncio.timeout(HANG_S):
+                await promised.closed.wait()
+            assert await still.call(Echo(b"x")) == b"x"
+            assert len(service.server.peers) == 1
+            still.close()
+            await still.closed.wait()
+
+    run(place[1], main())
+
+
 def test_a_blocked_loop_survives_at_both_ends(place: Place) -> None:
     async def main() -> None:
         async with child("server", *place, CALM) as server:

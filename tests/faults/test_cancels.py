@@ -39,7 +39,7 @@ async def with_a_ticket(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: G
         gate.mark_reached()
         await asyncio.Event().wait()
 
-    patch.setattr(Attempt, "_prefill", never)
+    patch.setattr(Attempt, "_reply", never)
 
 
 async def asking_the_pool(cluster: TinyCluster, patch: pytest.MonkeyPatch, gate: Gate) -> None:

@@ -56,9 +56,11 @@ class PageComparer:
         self.transports: set[str] = set()
         commit = Push._commit
 
-        def compare_then_commit(push: Push, first: TokenOut, num_tokens: int) -> MoonpoolError | None:
+        def compare_then_commit(
+            push: Push, first: TokenOut, num_tokens: int, on_done: Callable[[MoonpoolError | None], None]
+        ) -> None:
             self._compare(push)
-            return commit(push, first, num_tokens)
+            commit(push, first, num_tokens, on_done)
 
         patch.setattr(Push, "_commit", compare_then_commit)
 
@@ -194,6 +196,28 @@ async def test_a_prefill_worker_that_dies_while_its_commit_is_checked(
         await cluster.check_idle()
         gc.collect()  # tasks tell of errors that nobody looked at when they are collected
         cluster.check_engines()
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+async def test_a_worker_that_dies_between_the_first_token_and_the_commit(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """The client has its first token already, and gets each of the others once."""
+    gate, commit = Gate(), Push._commit
+    monkeypatch.setattr(Push, "_commit", gate.around(commit))
+    async with tiny_cluster(tiny_model, num_prefill=2, num_decode=2) as cluster:
+        seen = asyncio.Event()
+        asking = asyncio.create_task(cluster.generate(PROMPT, PARAMS, on_tokens=lambda _: seen.set()))
+        await gate.reached()
+        await cluster.until(seen.is_set, "the client has its first token")
+        holds = cluster.prefill0 if cluster.prefill0.is_handing_off() else cluster.prefill1
+        answers = next(name for name in ("decode0", "decode1") if cluster.workers[name].role.streams)
+        await cluster.kill(holds.config.name if victim == "prefill" else answers)
+        gate.open()
+        answer = await asking
+        check_tokens(answer.tokens, await oracle(PROMPT, PARAMS))
+        assert answer.num_attempts == 2
+        await cluster.check_idle()
 
 
 @pytest.mark.parametrize("after", [1, 7])

@@ -15,6 +15,7 @@ from moonpool.base.errors import NoSpace
 from moonpool.conductor.costs import CostModels
 from moonpool.store.client.put_session import PutSession
 from moonpool.store.client.shared_puts import SharedPuts
+from moonpool.worker.kv_link.push import Push
 from moonpool.worker.kv_link.span_puts import SpanPuts
 from moonpool.worker.pipeline.stage_runner import StagedPrompt
 
@@ -40,6 +41,24 @@ async def test_two_stages_answer_as_one_worker(tiny_model: str, oracle: Oracle, 
         check_tokens(again.tokens, answer.tokens)
         assert again.prefills[0].pool_tokens == LONG // 16 * 16
         assert sum(leads(cluster)) == 1, "a prefix in the pool is worth more than a pipeline"
+
+
+async def test_a_pipeline_s_first_token_does_not_wait_for_the_commit(
+    tiny_model: str, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, params = prompt_of(LONG, seed=3), greedy(8)
+    async with tiny_cluster(tiny_model, num_prefill=2, **PIPELINE) as cluster:
+        gate, seen = Gate(), asyncio.Event()
+        monkeypatch.setattr(Push, "_commit", gate.around(Push._commit))
+        asking = asyncio.create_task(cluster.generate(prompt, params, on_tokens=lambda _: seen.set()))
+        await gate.reached()
+        await cluster.until(seen.is_set, "the client has its first token")
+        gate.open()
+        answer = await asking
+        check_tokens(answer.tokens, await oracle(prompt, params))
+        assert answer.num_attempts == 1
+        assert sum(leads(cluster)) == 1
+        await check_pool(cluster, prompt, NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("victim_is_last", [False, True])

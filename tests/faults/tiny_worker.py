@@ -87,6 +87,11 @@ class TinyWorker(Worker):
         return len(self._decode._waiting)
 
     @property
+    def num_commits(self) -> int:
+        """Hand-offs to it that are checked, or wait to be adopted."""
+        return len(self._decode._commits)
+
+    @property
     def puller(self) -> Puller:
         return self.stage_service.tools.prefix.puller
 
@@ -139,7 +144,7 @@ class TinyWorker(Worker):
         return b"".join(bytes(pieces.memory(page, range(layer, layer + 1))) for layer in range(layout.num_layers))
 
     def is_handing_off(self) -> bool:
-        return self._queue._num_handoffs > 0
+        return self._queue._num_handoffs + self._queue._num_calls > 0
 
     def is_idle(self) -> bool:
         stats = self.stats()

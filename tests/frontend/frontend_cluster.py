@@ -34,6 +34,7 @@ from moonpool.worker.messages import (
     Decode,
     DecodeItem,
     Prefill,
+    PrefillItem,
     PrefillReply,
     RequestSpec,
     Ticket,
@@ -46,6 +47,7 @@ EOS = 0
 MAX_MODEL_LEN = 400
 MODEL = "toy"
 IDENTITY = bytes(range(32))
+HANDOFF_S = 0.001  # that prefill workers report
 _INCARNATIONS = itertools.count(1)
 
 
@@ -106,7 +108,8 @@ def chat_prompt(content: str) -> str:
 
 
 class ToyWorker:
-    """`die_after` kills it after that many tokens (decode) or calls (prefill); `errors` are raised one per call."""
+    """`die_after` kills it after that many tokens (decode) or calls (prefill); `errors` are raised one per call,
+    `handoff_errors` after the first token."""
 
     def __init__(self, name: str, role: WorkerRole, conductor_address: str) -> None:
         self.name = name
@@ -115,10 +118,13 @@ class ToyWorker:
         self.num_active = 0
         self.token_s = 0.0
         self.die_after: int | None = None
-        self.die_during_prefill = False
+        self.die_during_prefill = self.die_during_handoff = False
         self.errors: list[MoonpoolError] = []
-        self.may_go_on = asyncio.Event()
-        self.may_go_on.set()
+        self.handoff_errors: list[MoonpoolError] = []
+        # Before a prompt's first token or an answer's next one; before a hand-off; before the word that it is over.
+        self.may_go_on, self.may_hand_over, self.may_report = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for event in (self.may_go_on, self.may_hand_over, self.may_report):
+            event.set()
         self.gone = asyncio.Event()
         self.num_pages = 1000
         self._conductor_address = conductor_address
@@ -151,6 +157,11 @@ class ToyWorker:
             page_nbytes=1024,
         )
         await self.conductor.call(RegisterWorker(info=info))
+
+    @property
+    def num_handed_over(self) -> int:
+        """Prompts whose KV this decode worker has and whose answers go on."""
+        return sum(handoff.done() for handoff in self._handoffs.values())
 
     async def kill(self) -> None:
         self.conductor.close()
@@ -195,7 +206,7 @@ class ToyWorker:
             if reason is not None:
                 return
 
-    async def _prefill(self, call: Prefill, peer: object) -> PrefillReply:
+    async def _prefill(self, call: Prefill, peer: object) -> AsyncIterator[PrefillItem]:
         spec = call.spec
         self.specs.append(spec)
         self.num_active += 1
@@ -205,35 +216,35 @@ class ToyWorker:
             if self.die_during_prefill or len(self.specs) - 1 == self.die_after:
                 await self._die()
             await self.may_go_on.wait()
-            return await self._hand_over(call)
+            first = toy_token(spec.params, spec.tokens)
+            reason = finish_reason(first.token, len(spec.tokens) + 1 - spec.num_prompt_tokens, spec.params)
+            yield PrefillItem(reply=toy_reply(first, reason))
+            if reason is None:
+                await self._hand_over(call, first)
+                await self.may_report.wait()
+                yield PrefillItem(handoff_s=HANDOFF_S)
         finally:
             self.num_active -= 1
 
-    async def _hand_over(self, call: Prefill) -> PrefillReply:
-        spec, first = call.spec, toy_token(call.spec.params, call.spec.tokens)
-        reason = finish_reason(first.token, len(spec.tokens) + 1 - spec.num_prompt_tokens, spec.params)
-        if reason is None:
-            decode = await AsyncClient.connect(call.ticket.address, WORKER_SERVICE)
-            with contextlib.closing(decode):
-                await decode.call(
-                    CommitHandoff(
-                        request_id=spec.request_id,
-                        epoch=spec.epoch,
-                        generation=1,
-                        first=first,
-                        num_tokens=len(spec.tokens),
-                        checksums=b"",
-                    )
+    async def _hand_over(self, call: Prefill, first: TokenOut) -> None:
+        await self.may_hand_over.wait()
+        if self.handoff_errors:
+            raise self.handoff_errors.pop(0)
+        if self.die_during_handoff:
+            await self._die()
+        spec = call.spec
+        decode = await AsyncClient.connect(call.ticket.address, WORKER_SERVICE)
+        with contextlib.closing(decode):
+            await decode.call(
+                CommitHandoff(
+                    request_id=spec.request_id,
+                    epoch=spec.epoch,
+                    generation=1,
+                    first=first,
+                    num_tokens=len(spec.tokens),
+                    checksums=b"",
                 )
-        return PrefillReply(
-            first=first,
-            finish_reason=reason,
-            local_tokens=4,
-            pool_tokens=8,
-            pool_nbytes=2048,
-            queue_s=0.0,
-            compute_s=0.0,
-        )
+            )
 
     def _commit(self, call: CommitHandoff, peer: object) -> None:
         handoff = self._handoffs[call.request_id, call.epoch]
@@ -251,6 +262,18 @@ class ToyWorker:
             num_present_blocks=0,
             generation=1,
         )
+
+
+def toy_reply(first: TokenOut, reason: str | None) -> PrefillReply:
+    return PrefillReply(
+        first=first,
+        finish_reason=reason,
+        local_tokens=4,
+        pool_tokens=8,
+        pool_nbytes=2048,
+        queue_s=0.0,
+        compute_s=0.0,
+    )
 
 
 def toy_token(params: SamplingParams, tokens: Sequence[int]) -> TokenOut:

@@ -22,7 +22,7 @@ seconds = st.floats(0, 1e4)
 def reply(**changes: object) -> PrefillReply:
     usual: dict[str, object] = {
         "first": TokenOut(1), "finish_reason": None, "local_tokens": 64, "pool_tokens": 128, "pool_nbytes": 1,
-        "queue_s": 0.1, "compute_s": 0.5, "pull_s": 0.2, "handoff_s": 0.1,
+        "queue_s": 0.1, "compute_s": 0.5, "pull_s": 0.2,
     }  # fmt: skip
     return PrefillReply(**{**usual, **changes})  # type: ignore[arg-type]
 
@@ -30,7 +30,8 @@ def reply(**changes: object) -> PrefillReply:
 def attempt(answer: PrefillReply | None, **changes: object) -> AttemptTimes:
     usual: dict[str, object] = {
         "choice": 0, "number": 1, "began_s": 10.0, "routed_s": 10.5, "prefill_worker": "p", "decode_worker": "d",
-        "replied_s": 12.0 if answer else None, "reply": answer, "num_tokens": 4, "ended_s": 13.0, "outcome": "done",
+        "replied_s": 12.0 if answer else None, "reply": answer, "handoff_s": 0.1, "num_tokens": 4, "ended_s": 13.0,
+        "outcome": "done",
     }  # fmt: skip
     return AttemptTimes(**{**usual, **changes})  # type: ignore[arg-type]
 
@@ -54,11 +55,11 @@ def test_a_request_from_conductor_to_decode() -> None:
     span = attempt_span(attempt(reply(ssd_tokens=64)))
     assert names(span) == ["route", "queue", "prefill", "pull dram", "pull ssd", "hand-off", "decode"]
     assert at(span, "route") == pytest.approx((10.0, 10.5))
-    assert at(span, "queue") == pytest.approx((11.3, 11.4))
-    assert at(span, "prefill") == pytest.approx((11.4, 11.9))
-    assert at(span, "pull ssd") == pytest.approx((11.4, 11.6))
-    assert at(span, "hand-off") == pytest.approx((11.9, 12.0))
-    assert at(span, "decode") == pytest.approx((12.0, 13.0))
+    assert at(span, "queue") == pytest.approx((11.4, 11.5))
+    assert at(span, "prefill") == pytest.approx((11.5, 12.0))
+    assert at(span, "pull ssd") == pytest.approx((11.5, 11.7))
+    assert at(span, "hand-off") == pytest.approx((12.0, 12.1))
+    assert at(span, "decode") == pytest.approx((12.1, 13.0))
 
 
 def test_what_was_pulled_while_the_prompt_waited_is_in_its_queue() -> None:
@@ -73,7 +74,8 @@ def test_what_was_pulled_while_the_prompt_waited_is_in_its_queue() -> None:
         (attempt(None, routed_s=None, num_tokens=0, outcome="overloaded"), ["route"], True),
         (attempt(None, num_tokens=0, outcome="peer_lost"), ["route"], True),
         (attempt(None, outcome="moved"), ["route", "decode"], False),
-        (attempt(reply(finish_reason="stop", pool_tokens=0)), ["route", "queue", "prefill"], False),
+        (attempt(reply(finish_reason="stop", pool_tokens=0), handoff_s=None), ["route", "queue", "prefill"], False),
+        (attempt(reply(pool_tokens=0), handoff_s=None), ["route", "queue", "prefill", "decode"], False),
         (attempt(None, routed_s=None, num_tokens=0, ended_s=None, outcome="cancelled"), ["route"], False),
     ],
 )
@@ -88,8 +90,10 @@ def test_spans_are_nested_whatever_a_worker_says(
     times: list[float], queue_s: float, compute_s: float, pull_s: float, handoff_s: float
 ) -> None:
     began_s, routed_s, replied_s, ended_s, closed_s = sorted(times)
-    answer = reply(queue_s=queue_s, compute_s=compute_s, pull_s=pull_s, handoff_s=handoff_s, ssd_tokens=64)
-    noted = attempt(answer, began_s=began_s, routed_s=routed_s, replied_s=replied_s, ended_s=ended_s)
+    answer = reply(queue_s=queue_s, compute_s=compute_s, pull_s=pull_s, ssd_tokens=64)
+    noted = attempt(
+        answer, handoff_s=handoff_s, began_s=began_s, routed_s=routed_s, replied_s=replied_s, ended_s=ended_s
+    )
     root = PlannedSpan("root", began_s, closed_s, children=tuple(request_spans(began_s, began_s, [noted], closed_s)))
     for parent, child in family(root):
         assert parent.begin_s <= child.begin_s <= child.end_s <= parent.end_s, (parent.name, child.name)

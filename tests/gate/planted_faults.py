@@ -127,8 +127,8 @@ _PROMISES = (
         (
             (
                 "worker/decode.py",
-                "        is_good = await asyncio.to_thread(self._verify, incoming, call.checksums, ready)\n",
-                "        is_good = await asyncio.to_thread(self._verify, incoming, call.checksums, ready)\n"
+                "            self._verifiers, self._verify, incoming, call.checksums\n        )\n",
+                "            self._verifiers, self._verify, incoming, call.checksums\n        )\n"
                 "        await self._on_engine(lambda: None)\n",
             ),
         ),

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -305,24 +306,32 @@ def test_the_probe_measures_small_and_large_pulls_and_leaves_nothing(bench: Benc
     assert set(bench.store.keys()) == before
 
 
+class Calls:
+    """The connection to a decode worker that takes every call."""
+
+    def __init__(self) -> None:
+        self.commits: list[CommitHandoff] = []
+
+    def open(self, address: str, call: object) -> Future[Calls]:
+        return self.call(self, call)
+
+    def call(self, line: Calls, call: object) -> Future[Calls]:
+        if isinstance(call, CommitHandoff):
+            self.commits.append(call)
+        answered: Future[Calls] = Future()
+        answered.set_result(self)
+        return answered
+
+
 class Peer:
-    """A decode worker's segment that takes GPU memory, its connection and the transfer engine, all in one."""
+    """A decode worker's segment that takes GPU memory, and the transfer engine."""
 
     takes_gpu_memory = True
 
     def __init__(self) -> None:
         self.memory = np.zeros(LAYOUT.total_nbytes, np.uint8)
         self.sizes: list[int] = []
-        self.commits: list[CommitHandoff] = []
-
-    def reach(self, address: str, call: object) -> None: ...
-
-    def get(self, address: str) -> Peer:
-        return self
-
-    def call(self, call: object, timeout_s: float) -> None:
-        if isinstance(call, CommitHandoff):
-            self.commits.append(call)
+        self.calls = Calls()
 
     def open(self, descriptor: SegmentDescriptor) -> Peer:
         return self
@@ -362,7 +371,13 @@ def hand_off(bench: Bench, num_keys: int, send: Callable[[Push], None]) -> tuple
     ticket = Ticket(
         request_id="r", epoch=1, address="", segment=segment, pages=[9, 3, 5], num_present_blocks=0, generation=1
     )
-    parts: dict[str, Any] = {"queue": queue, "memory": bench.pieces, "pool": puts, "peers": peer, "transfer": peer}
+    parts: dict[str, Any] = {
+        "queue": queue,
+        "memory": bench.pieces,
+        "pool": puts,
+        "peers": peer.calls,
+        "transfer": peer,
+    }
     push, outcomes = Push(ticket, bench.keys[:num_keys], **parts), list[object]()
     send(push)
     push.commit(TokenOut(1), 12, outcomes.append)
@@ -382,7 +397,7 @@ def test_a_hand_off_sends_layers_together_and_puts_whole_blocks(bench: Bench) ->
     assert peer.sizes == [2 * LAYOUT.piece_nbytes] * 3 + [LAYOUT.piece_nbytes] * 3
     received = peer.memory.reshape(pieces.content.shape)
     assert np.array_equal(received[[9, 3, 5]], pieces.content[[0, 1, 2]])
-    assert peer.commits[0].checksums == pieces.checksums([0, 1, 2], range(3)).astype("<u4").tobytes()
+    assert peer.calls.commits[0].checksums == pieces.checksums([0, 1, 2], range(3)).astype("<u4").tobytes()
     assert puts.writes == [(range(3), 2)], "once, when the last layer is computed, and full blocks only"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import numpy as np
@@ -40,38 +41,71 @@ class HandQueue:
     def put_after(self, transfer: Pending[None], task: Callable[[], None], lane: str = "") -> None:
         transfer.add_done_callback(lambda _: self.put(Urgency.HANDOFF, task))
 
+    def put_answered(self, call: Future[Any], task: Callable[[], None], lane: str = "") -> None:
+        call.add_done_callback(lambda _: self.put(Urgency.HANDOFF, task))
+
     def track(self, transfer: Pending[None]) -> None: ...
 
     def run(self) -> None:
-        tasks, self.tasks = self.tasks, []
-        for _, task in sorted(tasks, key=lambda entry: entry[0]):
-            task()
+        while self.tasks:
+            tasks, self.tasks = self.tasks, []
+            for _, task in sorted(tasks, key=lambda entry: entry[0]):
+                task()
+
+
+class Calls:
+    """The connection to the decode worker, and what came over it. Plays DecodePeers."""
+
+    def __init__(self) -> None:
+        self.made: list[Call[Any]] = []
+        self.refusals: dict[type[Call[Any]], MoonpoolError] = {}
+        self.is_slow = False  # calls are not answered by themselves
+        self.unanswered: list[tuple[Future[Any], Call[Any]]] = []
+
+    def open(self, address: str, call: Call[None]) -> Future[Calls]:
+        return self._make(call)
+
+    def call(self, line: Calls, call: Call[None]) -> Future[Calls]:
+        assert line is self, "the connection that has opened the hand-off"
+        return self._make(call)
+
+    def send(self, line: Calls, call: Call[None]) -> None:
+        assert line is self
+        self.made.append(call)
+
+    def _make(self, call: Call[None]) -> Future[Calls]:
+        self.made.append(call)
+        future: Future[Calls] = Future()
+        self.unanswered.append((future, call))
+        if not self.is_slow:
+            self.answer()
+        return future
+
+    def answer(self) -> None:
+        """Answer the calls that wait for it."""
+        unanswered, self.unanswered = self.unanswered, []
+        for future, call in unanswered:
+            if type(call) in self.refusals:
+                future.set_exception(self.refusals[type(call)])
+            else:
+                future.set_result(self)
+
+    @property
+    def said(self) -> list[type[Call[Any]]]:
+        return [type(call) for call in self.made]
 
 
 class DecodeWorker:
-    """The other side: its memory and the calls it got. Plays both the connection and the remote segment."""
+    """The other side's memory. Plays the remote segment and what writes to it."""
 
     takes_gpu_memory = False
 
     def __init__(self) -> None:
         self.memory = bytearray(REMOTE_PAGES * LAYOUT.page_nbytes)
-        self.calls: list[Call[Any]] = []
-        self.refusals: dict[type[Call[Any]], MoonpoolError] = {}
         self.write_error: MoonpoolError | None = None
         self.num_writes = 0  # batches
         self.is_slow = False  # transfers do not end by themselves
         self.transfers: list[Pending[None]] = []
-
-    def reach(self, address: str, call: Call[None]) -> None:
-        self.call(call)
-
-    def get(self, address: str) -> DecodeWorker:
-        return self
-
-    def call(self, call: Call[None], timeout_s: float = 0.0) -> None:
-        self.calls.append(call)
-        if type(call) in self.refusals:
-            raise self.refusals[type(call)]
 
     def open(self, descriptor: SegmentDescriptor) -> DecodeWorker:
         return self
@@ -95,10 +129,6 @@ class DecodeWorker:
 
     def page(self, page: int) -> bytes:
         return bytes(self.memory[page * LAYOUT.page_nbytes : (page + 1) * LAYOUT.page_nbytes])
-
-    @property
-    def said(self) -> list[type[Call[Any]]]:
-        return [type(call) for call in self.calls]
 
 
 class NoPool:
@@ -139,12 +169,24 @@ class SlowPool:
 
 
 class Bench:
-    def __init__(self, *, num_present: int = 0, pool: object = None, clock: Clock | None = None) -> None:
+    """One hand-off. Those `beside` another one go to the same decode worker, by the same queue and connection."""
+
+    def __init__(
+        self,
+        *,
+        num_present: int = 0,
+        pool: object = None,
+        clock: Clock | None = None,
+        name: str = "r",
+        beside: Bench | None = None,
+    ) -> None:
         self.memory = memoryview(bytearray(np.random.default_rng(1).bytes(LAYOUT.total_nbytes)))
-        self.decode, self.queue = DecodeWorker(), HandQueue()
+        self.decode: DecodeWorker = beside.decode if beside else DecodeWorker()
+        self.calls: Calls = beside.calls if beside else Calls()
+        self.queue: HandQueue = beside.queue if beside else HandQueue()
         segment = SegmentDescriptor(name="d/kv", nbytes=len(self.decode.memory), incarnation=1, host="", endpoints=())
         ticket = Ticket(
-            request_id="r",
+            request_id=name,
             epoch=1,
             address="unix:/d",
             segment=segment,
@@ -158,7 +200,7 @@ class Bench:
             queue=cast(SendQueue, self.queue),
             memory=HostPieces(self.memory, LAYOUT),
             pool=cast(PoolWriter, pool or NoPool()),
-            peers=cast(DecodePeers, self.decode),
+            peers=cast(DecodePeers, self.calls),
             transfer=cast(TransferEngine, self.decode),
             clock=clock,
         )
@@ -187,8 +229,8 @@ def test_every_page_goes_to_its_place_whatever_the_other_side_s_size() -> None:
     assert bench.commit() is None
     for ours, theirs in ((1, 30), (3, 2), (0, 17)):
         assert bench.decode.page(theirs) == bench.page(ours)
-    assert bench.decode.said == [OpenHandoff, CommitHandoff]
-    sent = bench.decode.calls[-1]
+    assert bench.calls.said == [OpenHandoff, CommitHandoff]
+    sent = bench.calls.made[-1]
     assert isinstance(sent, CommitHandoff)
     pieces = [HostPieces(bench.memory, LAYOUT).piece(page, layer) for page in (1, 3, 0) for layer in range(2)]
     assert sent.checksums == np.array([crc32c(piece) for piece in pieces], dtype="<u4").tobytes()
@@ -227,7 +269,7 @@ def test_a_piece_computed_again_is_sent_again_and_its_last_bytes_count() -> None
     bench.compute()
     assert bench.commit() is None
     assert bench.decode.page(30) == bench.page(2)
-    assert bench.decode.said == [OpenHandoff, CommitHandoff]
+    assert bench.calls.said == [OpenHandoff, CommitHandoff]
 
 
 def test_a_piece_that_was_never_sent_fails_the_attempt_and_frees_the_pages() -> None:
@@ -235,7 +277,7 @@ def test_a_piece_that_was_never_sent_fails_the_attempt_and_frees_the_pages() -> 
     bench.push.begin([1, 3, 0], 0, 0)
     bench.compute([0, 2])
     assert isinstance(bench.commit(), Internal)
-    assert bench.decode.said == [OpenHandoff, AbortHandoff]
+    assert bench.calls.said == [OpenHandoff, AbortHandoff]
 
 
 def test_after_an_abort_nothing_is_written_any_more() -> None:
@@ -243,14 +285,15 @@ def test_after_an_abort_nothing_is_written_any_more() -> None:
     bench = Bench()
     bench.push.begin([1, 3, 0], 0, 0)
     bench.push.layer_ready(0, [0])
+    bench.queue.run()
     bench.push.abort()
     bench.push.layer_ready(1, [0])
     bench.queue.run()
-    assert bench.decode.said == [OpenHandoff, AbortHandoff]
+    assert bench.calls.said == [OpenHandoff, AbortHandoff]
     assert bench.decode.num_writes == 1
     bench.push.abort()
     bench.queue.run()
-    assert bench.decode.said == [OpenHandoff, AbortHandoff], "said once"
+    assert bench.calls.said == [OpenHandoff, AbortHandoff], "said once"
 
 
 def test_layers_go_out_one_after_the_other_without_waiting() -> None:
@@ -262,12 +305,12 @@ def test_layers_go_out_one_after_the_other_without_waiting() -> None:
     bench.push.commit(FIRST, 11, bench.outcomes.append)
     bench.queue.run()
     assert bench.decode.num_writes == LAYOUT.num_layers
-    assert bench.decode.said == [OpenHandoff], "the commit waits for the writes"
+    assert bench.calls.said == [OpenHandoff], "the commit waits for the writes"
     for transfer in bench.decode.transfers:
         transfer.resolve(None)
         bench.queue.run()
     assert bench.outcomes == [None]
-    assert bench.decode.said == [OpenHandoff, CommitHandoff]
+    assert bench.calls.said == [OpenHandoff, CommitHandoff]
 
 
 def test_an_abort_is_told_when_nothing_is_under_way_any_more() -> None:
@@ -280,11 +323,11 @@ def test_an_abort_is_told_when_nothing_is_under_way_any_more() -> None:
     bench.queue.run()
     bench.decode.transfers[1].fail(Cancelled("cancelled"))
     bench.queue.run()
-    assert bench.decode.said == [OpenHandoff], "the first layer may still be written"
+    assert bench.calls.said == [OpenHandoff], "the first layer may still be written"
     bench.decode.transfers[0].resolve(None)
     bench.queue.run()
     bench.queue.run()
-    assert bench.decode.said == [OpenHandoff, AbortHandoff]
+    assert bench.calls.said == [OpenHandoff, AbortHandoff]
     assert [type(outcome) for outcome in bench.outcomes] == [Cancelled]
 
 
@@ -297,7 +340,7 @@ def test_layers_that_wait_go_together() -> None:
     assert bench.decode.num_writes == 2, "one batch per set of pages"
     for ours, theirs in ((1, 30), (3, 2), (0, 17)):
         assert bench.decode.page(theirs) == bench.page(ours)
-    sent = bench.decode.calls[-1]
+    sent = bench.calls.made[-1]
     assert isinstance(sent, CommitHandoff)
     pieces = [HostPieces(bench.memory, LAYOUT).piece(page, layer) for page in (1, 3, 0) for layer in range(2)]
     assert sent.checksums == np.array([crc32c(piece) for piece in pieces], dtype="<u4").tobytes()
@@ -326,11 +369,11 @@ def test_layers_of_a_pull_are_not_merged_with_those_of_a_step() -> None:
 
 def test_a_reservation_that_is_gone_ends_the_attempt_before_the_first_write() -> None:
     bench = Bench()
-    bench.decode.refusals[OpenHandoff] = StaleGeneration("too late")
+    bench.calls.refusals[OpenHandoff] = StaleGeneration("too late")
     bench.push.begin([1, 3, 0], 0, 0)
     bench.compute()
     assert isinstance(bench.commit(), StaleGeneration)
-    assert bench.decode.said == [OpenHandoff], "nothing was opened, so nothing is aborted"
+    assert bench.calls.said == [OpenHandoff], "nothing was opened, so nothing is aborted"
     assert bench.decode.num_writes == 0
 
 
@@ -338,28 +381,99 @@ def test_a_reservation_that_is_gone_ends_the_attempt_before_the_first_write() ->
 def test_a_write_that_fails_is_the_attempt_s_failure(error: MoonpoolError) -> None:
     bench = Bench()
     bench.decode.write_error = error
-    bench.decode.refusals[AbortHandoff] = PeerLost("gone as well")
+    bench.calls.refusals[AbortHandoff] = PeerLost("gone as well")
     bench.push.begin([1, 3, 0], 0, 0)
     bench.compute()
     assert bench.commit() is error
     assert bench.decode.num_writes == 1, "after the first failure there is no use"
-    assert bench.decode.said == [OpenHandoff, AbortHandoff]
+    assert bench.calls.said == [OpenHandoff, AbortHandoff]
 
 
 def test_a_commit_that_is_refused_is_followed_by_an_abort() -> None:
     bench = Bench()
-    bench.decode.refusals[CommitHandoff] = StaleGeneration("too late")
+    bench.calls.refusals[CommitHandoff] = StaleGeneration("too late")
     bench.push.begin([1, 3, 0], 0, 0)
     bench.compute()
     assert isinstance(bench.commit(), StaleGeneration)
-    assert bench.decode.said == [OpenHandoff, CommitHandoff, AbortHandoff]
+    assert bench.calls.said == [OpenHandoff, CommitHandoff, AbortHandoff]
 
 
-def test_closed_peers_make_no_new_connections() -> None:
-    peers = DecodePeers("p")
-    peers.get("unix:/d1")
-    peers.close()
-    peers.close()
-    for address in ("unix:/d1", "unix:/d2"):
-        with pytest.raises(PeerLost):
-            peers.get(address)
+def test_any_number_of_hand_offs_are_opened_and_committed_at_once() -> None:
+    """No call is waited for: the thread of a decode worker goes on with other prompts."""
+    first = Bench()
+    benches = [first, *(Bench(name=f"r{number}", beside=first) for number in range(7))]
+    first.calls.is_slow = True
+    for bench in benches:
+        bench.push.begin([1, 3, 0], 0, 0)
+        bench.compute()
+        bench.push.commit(FIRST, 11, bench.outcomes.append)
+    first.queue.run()
+    assert first.calls.said == [OpenHandoff] * 8
+    assert first.decode.num_writes == 0, "the pages may be reserved for another request by now"
+    first.calls.answer()
+    first.queue.run()
+    assert first.calls.said == [OpenHandoff] * 8 + [CommitHandoff] * 8
+    late = Bench(name="late", beside=first)
+    late.push.begin([1, 3, 0], 0, 0)
+    late.compute()
+    late.queue.run()
+    assert first.calls.said[-1] is OpenHandoff, "the commits have not been answered"
+    assert all(bench.outcomes == [] for bench in benches)
+    first.calls.answer()
+    first.queue.run()
+    assert all(bench.outcomes == [None] for bench in benches)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_an_abort_waits_for_the_answer_to_the_commit(refused: bool) -> None:
+    bench = Bench()
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    bench.queue.run()
+    bench.calls.is_slow = True
+    if refused:
+        bench.calls.refusals[CommitHandoff] = StaleGeneration("too late")
+    bench.push.commit(FIRST, 11, bench.outcomes.append)
+    bench.push.abort()
+    bench.queue.run()
+    assert bench.calls.said == [OpenHandoff, CommitHandoff]
+    bench.calls.answer()
+    bench.queue.run()
+    assert bench.calls.said == [OpenHandoff, CommitHandoff, *([AbortHandoff] if refused else [])]
+    assert [type(outcome) for outcome in bench.outcomes] == [StaleGeneration if refused else type(None)]
+
+
+def test_an_abort_before_the_hand_off_is_open() -> None:
+    bench = Bench()
+    bench.calls.is_slow = True
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    bench.push.abort()
+    bench.queue.run()
+    assert bench.calls.said == [OpenHandoff], "the answer shows whether there is something to give back"
+    bench.calls.answer()
+    bench.queue.run()
+    assert bench.calls.said == [OpenHandoff, AbortHandoff]
+    assert bench.decode.num_writes == 0
+
+
+def test_pages_are_kept_until_the_last_byte_is_written() -> None:
+    """The worker gives them to another prompt as soon as finish_puts() is done."""
+    bench, done = Bench(pool=SlowPool()), list[bool]()
+    bench.calls.is_slow = bench.decode.is_slow = True
+    bench.push.begin([1, 3, 0], 0, 0)
+    bench.compute()
+    bench.push.commit(FIRST, 11, bench.outcomes.append)
+    bench.push.finish_puts(complete=True, on_done=lambda: done.append(True))
+    bench.queue.run()
+    assert not done, "the pieces wait for the answer of the decode worker"
+    bench.calls.answer()
+    bench.queue.run()
+    assert not done, "they are on the wire"
+    for transfer in bench.decode.transfers:
+        transfer.resolve(None)
+    bench.calls.is_slow = False
+    bench.queue.run()
+    bench.calls.answer()
+    bench.queue.run()
+    assert done == [True]

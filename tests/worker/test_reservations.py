@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from waiting import HANG_S
 
 from moonpool.base.errors import AlreadyExists, NoSpace, StaleGeneration
-from moonpool.engine.blocks import PageManager
+from moonpool.engine.blocks import PageGrant, PageManager
+from moonpool.worker.kv_link.pieces import ReadyPoint
 from moonpool.worker.kv_link.reservations import Incoming, Reservations
 
 
@@ -82,8 +87,12 @@ def test_pages_in_a_writers_hands_outlive_the_reader(
     assert pages.num_available == 0
     with pytest.raises(StaleGeneration):
         reservations.begin_commit("r", 0, made.generation)
-    reservations.abort("r", 0, made.generation, "p0")
-    assert pages.num_available == 8
+    ended = reservations.abort("r", 0, made.generation, "p0")
+    assert ended == [made]
+    assert pages.num_available == 0, "another thread owns the page manager"
+    for _ in range(2):
+        reservations.free(made)
+        assert pages.num_available == 8
     assert not fence.admits(made.pages, made.generation)
 
 
@@ -100,7 +109,10 @@ def test_a_dead_writer_lets_go_of_all_it_held(reservations: Reservations, pages:
         reservations.open(name, 0, reservations.reserve(name, 0, 2, []).generation, writer="p0")
     reservations.open("c", 0, reservations.reserve("c", 0, 2, []).generation, writer="p1")
     reservations.leave("a", 0)
-    reservations.writer_gone("p0")
+    ended = reservations.writer_gone("p0")
+    assert sorted(each.request_id for each in ended) == ["a", "b"]
+    for each in ended:
+        reservations.free(each)
     assert reservations.num_pages == 2
     assert pages.num_available == 6
 
@@ -114,7 +126,8 @@ def test_a_newer_attempt_replaces_an_older_one(reservations: Reservations, pages
     assert not set(old.pages) & set(new.pages)
     with pytest.raises(StaleGeneration):
         reservations.begin_commit("r", 0, old.generation)
-    reservations.abort("r", 0, old.generation, "p0")
+    assert reservations.abort("r", 0, old.generation, "p0") == [old]
+    reservations.free(old)
     assert reservations.num_pages == 2
 
 
@@ -140,7 +153,7 @@ def test_pages_of_a_broken_pipeline_are_free_after_its_last_writer(
     made = reservations.reserve("r", 0, 3, [])
     for stage in ("p0", "p1"):
         reservations.open("r", 0, made.generation, writer=stage)
-    reservations.writer_gone(first)
+    assert reservations.writer_gone(first) == []
     other = "p1" if first == "p0" else "p0"
     for refused in (
         lambda: reservations.begin_commit("r", 0, made.generation),
@@ -150,7 +163,8 @@ def test_pages_of_a_broken_pipeline_are_free_after_its_last_writer(
         with pytest.raises(StaleGeneration):
             refused()
     assert pages.num_available == 5, "the other stage may still write"
-    reservations.abort("r", 0, made.generation, other)
+    assert reservations.abort("r", 0, made.generation, other) == [made]
+    reservations.free(made)
     assert pages.num_available == 8
     assert not fence.admits(made.pages, made.generation)
 
@@ -168,14 +182,102 @@ def test_a_reader_that_leaves_while_the_pieces_are_verified(reservations: Reserv
     reservations.open("r", 0, made.generation, writer="p0")
     committing = reservations.begin_commit("r", 0, made.generation)
     reservations.leave("r", 0)
-    reservations.writer_gone("p0")
+    assert reservations.writer_gone("p0") == []
     assert pages.num_available == 6, "the verifier still reads them"
     assert reservations.adopt(committing) is None
     assert pages.num_available == 8
 
 
+def test_a_broken_reservation_takes_no_writer_while_it_waits_to_be_freed(
+    reservations: Reservations, pages: PageManager
+) -> None:
+    """Its reader may leave in between, and the request come again: its pages are freed once."""
+    made = reservations.reserve("r", 0, 3, [])
+    reservations.open("r", 0, made.generation, writer="p0")
+    ended = reservations.writer_gone("p0")
+    with pytest.raises(StaleGeneration):
+        reservations.open("r", 0, made.generation, writer="p1")
+    assert reservations.newest_without_writer() is None, "giving it up would help no waiting request"
+    again = reservations.reserve("r", 1, 5, [])
+    assert pages.num_available == 3
+    for each in ended:
+        reservations.free(each)
+    assert pages.num_available == 3
+    assert reservations.num_pages == 5
+    reservations.open("r", 1, again.generation, writer="p1")
+
+
+def test_the_device_is_marked_when_the_pages_are_reserved(pages: PageManager) -> None:
+    """What the device was given to do before may still write to them, what it gets later does not."""
+    events: list[str] = []
+
+    class NotingPages(PageManager):
+        def reserve(self, owner: str, num_pages: int, keys: Sequence[bytes] = ()) -> PageGrant:
+            events.append("reserved")
+            return super().reserve(owner, num_pages, keys)
+
+    point = cast(ReadyPoint, object())
+
+    def mark() -> ReadyPoint:
+        events.append("marked")
+        return point
+
+    made = Reservations(NotingPages(8, 4), lambda pages, generation: None, mark).reserve("r", 0, 1, [])
+    assert events == ["reserved", "marked"]
+    assert made.reserved_at is point
+
+
+@pytest.mark.parametrize("work", ["reserve", "leave", "free", "adopt"])
+def test_writers_do_not_wait_for_the_thread_that_owns_the_pages(pages: PageManager, work: str) -> None:
+    """That thread stands still in the middle of its work on pages. Writers open, end, commit and abort meanwhile."""
+    is_held, inside, go_on = False, threading.Event(), threading.Event()
+
+    def stamp(pages: Sequence[int], generation: int) -> None:
+        if is_held:
+            inside.set()
+            assert go_on.wait(HANG_S)
+
+    reservations = Reservations(pages, stamp)
+    made = {name: reservations.reserve(name, 0, 1, []) for name in "abcdw"}
+    reservations.open("w", 0, made["w"].generation, writer="p0")
+    committing = reservations.begin_commit("w", 0, made["w"].generation) if work == "adopt" else made["w"]
+    if work == "free":
+        reservations.abort("w", 0, made["w"].generation, "p0")
+    works: dict[str, Callable[[], object]] = {
+        "reserve": lambda: reservations.reserve("x", 0, 1, []),
+        "leave": lambda: reservations.leave("a", 0),
+        "free": lambda: reservations.free(made["w"]),
+        "adopt": lambda: reservations.adopt(committing),
+    }
+    is_held = True
+    with ThreadPoolExecutor(2) as threads:
+        owner = threads.submit(works[work])
+        try:
+            assert inside.wait(HANG_S)
+            writer = threads.submit(_all_calls_of_a_writer, reservations, made)
+            assert writer.result(HANG_S / 2) == made["c"]
+            assert not owner.done()
+        finally:
+            go_on.set()
+        owner.result(HANG_S)
+
+
+def _all_calls_of_a_writer(reservations: Reservations, made: dict[str, Incoming]) -> Incoming:
+    for name in "bcd":
+        reservations.open(name, 0, made[name].generation, writer="p1")
+    reservations.end_writes("b", 0, made["b"].generation, writer="p1")
+    assert reservations.abort("d", 0, made["d"].generation, writer="p1") == [made["d"]]
+    assert reservations.writer_gone("nobody") == []
+    assert reservations.num_pages >= 4
+    return reservations.begin_commit("c", 0, made["c"].generation)
+
+
 class Desk(RuleBasedStateMachine):
-    """Random parties come and go; no page is ever free while a writer could still be admitted to it."""
+    """Random parties come and go; no page is ever free while a writer could still be admitted to it.
+
+    What writers do and what the owner of the pages does come in any order: freed reservations and verified commits wait
+    for the owner's next turn.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +286,9 @@ class Desk(RuleBasedStateMachine):
         self.reservations = Reservations(self.pages, self.fence.stamp)
         self.made: list[Incoming] = []
         self.epoch = 0
-        self.writing: dict[tuple[int, str], Incoming] = {}  # by generation and writer; open, not yet let go
+        self.writing: dict[tuple[int, str], Incoming] = {}  # by generation and writer; open, not yet ended
+        self.verified: list[tuple[Incoming, bool]] = []  # commits, and whether they are good
+        self.to_free: list[Incoming] = []
         self.adopted: list[int] = []
 
     @rule(name=st.sampled_from("abc"), num_blocks=st.integers(1, 4))
@@ -219,7 +323,7 @@ class Desk(RuleBasedStateMachine):
     def abort(self, pick: int) -> None:
         if self.writing:
             chosen, writer = self._pick(pick)
-            self.reservations.abort(chosen.request_id, chosen.epoch, chosen.generation, writer)
+            self.to_free += self.reservations.abort(chosen.request_id, chosen.epoch, chosen.generation, writer)
             del self.writing[chosen.generation, writer]
 
     @rule(pick=st.integers(0, 99))
@@ -234,7 +338,7 @@ class Desk(RuleBasedStateMachine):
 
     @rule(writer=st.sampled_from("pq"))
     def writer_dies(self, writer: str) -> None:
-        self.reservations.writer_gone(writer)
+        self.to_free += self.reservations.writer_gone(writer)
         self.writing = {key: each for key, each in self.writing.items() if key[1] != writer}
 
     @rule(pick=st.integers(0, 99), good=st.booleans())
@@ -247,10 +351,22 @@ class Desk(RuleBasedStateMachine):
                 return
             del self.writing[chosen.generation, writer]
             assert chosen not in self.writing.values(), "another stage still writes"
+            self.verified.append((committing, good))
+
+    @rule()
+    def end_commits(self) -> None:
+        for committing, good in self.verified:
             if good:
                 self.adopted += self.reservations.adopt(committing) or []
             else:
-                self.reservations.void(committing)
+                self.reservations.free(committing)
+        self.verified = []
+
+    @rule()
+    def free_ended(self) -> None:
+        for ended in self.to_free:
+            self.reservations.free(ended)
+        self.to_free = []
 
     @rule()
     def finish_adopted(self) -> None:
@@ -261,8 +377,11 @@ class Desk(RuleBasedStateMachine):
     def books_balance_and_writers_are_fenced(self) -> None:
         self.pages.check_integrity(Counter(self.adopted))
         held = {page for pages in self.pages.owned.values() for page in pages}
-        for reservation in self.writing.values():
+        for reservation in (*self.writing.values(), *(each for each, _ in self.verified)):
             assert set(reservation.pages) <= held, "a writer could hit a page that is not reserved"
+        for made in self.made:
+            if made.owner not in self.pages.owned:
+                assert not any(self.fence.admits([page], made.generation) for page in made.pages), "no newer generation"
 
 
 TestDesk = Desk.TestCase

@@ -105,12 +105,17 @@ class AsyncClient(asyncio.Protocol):
         timeout_s: float = 5.0,
         reach_s: float | None = None,
         silence_limits: SilenceLimits = DEFAULT_SILENCE_LIMITS,
+        may_stand_still: bool = False,
     ) -> AsyncClient:
         """Connect. PeerLost when there is no server or it does not answer within `timeout_s`, ProtocolError when it is
         another service. Unreachable when its machine does not answer within `reach_s`, which a kernel does at once even
-        if the server hangs."""
+        if the server hangs.
+
+        With `may_stand_still` the server does not take this process's silence for its end: only the kernel ends the
+        connection. For servers that keep memory for a connection into which this process may still write.
+        """
         loop, at = asyncio.get_running_loop(), parse_address(address)
-        client = cls(address, Hello(service, name, incarnation, pings=True), silence_limits)
+        client = cls(address, Hello(service, name, incarnation, pings=not may_stand_still), silence_limits)
         try:
             async with asyncio.timeout(timeout_s):
                 if at.scheme == "unix":

@@ -85,7 +85,7 @@ class AdmissionController:
         """`before_s`: how long the request has waited, or will wait before it can be sent to that worker."""
         pace = self.pace
         waits_s = max(best.pages_s, best.queue_s)
-        prefill = PrefillNow(pace * waits_s, pace * (best.service_s + best.handoff_s), before_s)
+        prefill = PrefillNow(pace * waits_s, pace * best.service_s, before_s)
         return self._admission.at_arrival(num_tokens, (prefill,), decodes, now_s, self._margin.value)
 
     def before_decode(self, request_id: str, num_tokens: int, decode: DecodeNow, now_s: float) -> Verdict:

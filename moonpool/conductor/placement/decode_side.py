@@ -1,4 +1,5 @@
-"""What a request waits for at its decode worker: pages before its prefill begins, and the hand-off after it. Pure.
+"""What a request waits for at its decode worker: pages before its prefill begins, and the hand-off after its first
+token. Pure.
 
 A worker without enough free pages gives them out as its answers end. How long an answer has been going on says little
 about how long it still will, so each is expected to go on for the mean length of answers. Of `used` pages, those that
@@ -32,7 +33,7 @@ class DecodeSide:
         if ended.outcome != "done":
             return
         self._answer_tokens.add(ended.output_tokens)
-        if ended.parts is not None and ended.output_tokens > 1:
+        if ended.parts is not None and ended.parts.handoff_s is not None:
             self._costs.learn_handoff(prompt_nbytes, ended.parts.handoff_s)
 
     def pages_s(self, request: PlacementRequest, free_pages: float, num_pages: int, tbt_s: float) -> float:
@@ -46,7 +47,7 @@ class DecodeSide:
     def add_waits(
         self, choice: PlacementChoice, request: PlacementRequest, free_pages: float, num_pages: int
     ) -> PlacementChoice:
-        """Return the choice with what its decode worker adds to the time to first token."""
+        """Return the choice with what its decode worker adds: to the time to first token, and after it."""
         pages_s = self.pages_s(request, free_pages, num_pages, choice.tbt_s)
         handoff_s = 0.0 if request.max_tokens == 1 else self._costs.handoff_s(prompt_nbytes(request))
         if not (pages_s or handoff_s):

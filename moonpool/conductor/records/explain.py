@@ -73,7 +73,7 @@ def _terms(one: Candidate) -> str:
     overlap = f" - {_seconds(one.overlap_s)} of both at once" if one.overlap_s > 1e-9 else ""
     is_short = one.pages_s > one.queue_s
     waits = f"{_seconds(one.pages_s)} for pages to decode in" if is_short else f"{_seconds(one.queue_s)} in its queue"
-    handoff = f" + {_seconds(one.handoff_s)} to hand its KV over" if one.handoff_s > 1e-9 else ""
+    handoff = f", then {_seconds(one.handoff_s)} to hand its KV over" if one.handoff_s > 1e-9 else ""
     return (
         f"{_seconds(one.ttft_s)} = {waits} + {_seconds(one.transfer_s)} to pull "
         f"{_many(one.pulled_blocks, 'block')} + {_seconds(one.prefill_s)} to compute{overlap}{handoff} "

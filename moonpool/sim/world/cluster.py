@@ -219,26 +219,19 @@ class SimCluster:
             self._ended(job)
 
     def _hand_off(self, job: Job, decode: DecodeWorker) -> None:
-        """Start decoding after the hand-off.
-
-        With overheads the client gets its first token when the decode worker has accepted the request, because real
-        prefill workers answer then. A real decode worker handles a hand-off between steps, twice: it checks the KV that
-        arrived, then it accepts the request.
-        """
-        handoff_s, began_s = self.config.cost.overhead.handoff_s, self.clock.now_s
+        """Start decoding after the hand-off. A real decode worker checks the KV beside its steps, and accepts the
+        request between two of them."""
+        overhead_s = self.config.cost.overhead.handoff_s
 
         def accept() -> None:
-            job.first_token_s = self.clock.now_s
-            job.handoff_s = job.first_token_s - began_s
-            job.ttft_s = job.first_token_s - job.arrival_s
+            job.handoff_s = self.clock.now_s - job.first_token_s
             decode.start_decoding(job)
 
         accept = _in_this_attempt(job, accept)
         if self.config.answers_between_steps:
-            at_s = self.clock.now_s + handoff_s
-            self.clock.call_at(at_s, lambda: decode.call_between_steps(lambda: decode.call_between_steps(accept)))
-        elif handoff_s:
-            self.clock.call_at(self.clock.now_s + handoff_s, accept)
+            self.clock.call_at(self.clock.now_s + overhead_s, lambda: decode.call_between_steps(accept))
+        elif overhead_s:
+            self.clock.call_at(self.clock.now_s + overhead_s, accept)
         else:
             decode.start_decoding(job)
 

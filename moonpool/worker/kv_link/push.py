@@ -8,26 +8,31 @@ All pieces of a layer that are ready go to the decode worker as one batch of the
 are under way at once, so that the link does not idle between layers. Layers that became ready while others were being
 sent go together: a batch costs several round trips whatever its size, and with many prompts at once they add up.
 
+Calls to the decode worker are not waited for: while one hand-off is opened or committed, others are sent, opened and
+committed. The calls of one hand-off follow each other, and its pieces are written between the first answer and the last
+call.
+
 A stage of a pipeline sends its own layers alone (`layers`), and nothing to the pool while it computes. All stages but
 one end with end_writes(); that one gets the checksums of the others and commits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.errors import Cancelled, Internal, MoonpoolError, Unauthorized, Unavailable
+from moonpool.base.rpc import AsyncClient
 from moonpool.store.client.put_session import PutSession
 from moonpool.transfer import Pending, Priority, RemoteSegment, TransferEngine, TransferOp, TransferRequest
 from moonpool.transfer.memory.buffers import Memory
@@ -38,6 +43,7 @@ from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.messages import AbortHandoff, CommitHandoff, EndWrites, OpenHandoff, Ticket, TokenOut
 
+T = TypeVar("T")
 _SLOWEST_NBYTES_PER_S = 1_000_000  # a hand-off over a slower link fails
 _WINDOW_NBYTES = 8 * 1024 * 1024  # under way at once, unless one batch is larger
 _GPU_WINDOW_NBYTES = 512 * 1024 * 1024  # between GPUs, where nothing is copied to main memory
@@ -103,7 +109,8 @@ class Push:
         self._remote_layout = replace(memory.layout, num_pages=num_pages)
         self._pages: Sequence[int] = ()
         self._remote: RemoteSegment | None = None
-        self._opened = False
+        self._line: AsyncClient | None = None  # the connection on which the hand-off is open
+        self._call: Future[Any] | None = None  # to the decode worker, not answered yet
         self._unsent: deque[_ReadyPieces] = deque()
         self._under_way: list[_SentBatch] = []
         self._sessions: dict[bytes, PutSession] | None = None
@@ -179,40 +186,60 @@ class Push:
             for span in others:
                 at = slice(self._ticket.num_present_blocks, None), slice(span.layers.start, span.layers.stop)
                 self._checksums[at], self._sent[at] = span.checksums, True
-            on_done(self._commit(first, num_tokens))
+            self._commit(first, num_tokens, on_done)
 
         self._put_handoff(lambda: self._after_writes(commit))
 
     def end_writes(self, on_done: Callable[[SpanChecksums | MoonpoolError], None]) -> None:
         """End this stage's part of the hand-off; `on_done` gets the outcome, on the hand-off thread."""
-        self._put_handoff(lambda: self._after_writes(lambda: on_done(self._end_writes())))
+        self._put_handoff(lambda: self._after_writes(lambda: self._end_writes(on_done)))
 
     def abort(self) -> None:
         """End the hand-off: nothing is written from now on, and the decode worker is told."""
         self._put_handoff(self._abort)
 
     def finish_puts(self, *, complete: bool, on_done: Callable[[], None]) -> None:
-        """Make the blocks visible in the pool, or give their space back; afterwards the pages are not read."""
-        self._queue.put(Urgency.POOL, lambda: self._finish_puts(complete, on_done))
+        """Make the blocks visible in the pool, or give their space back. When `on_done` is called, neither the pool nor
+        the hand-off reads the pages any more."""
+
+        def finish() -> None:
+            self._queue.put(Urgency.POOL, lambda: self._finish_puts(complete, on_done))
+
+        self._put_handoff(lambda: self._after_writes(finish))
 
     # on the hand-off thread of the decode worker
 
     def _open(self) -> None:
-        if self._opened or self._failure is not None:
+        if self._line is not None or self._call is not None or self._failure is not None:
             return
         ticket = self._ticket
         call = OpenHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
+        self._await_answer(self._peers.open(ticket.address, call), self._opened)
+
+    def _opened(self, answer: Future[AsyncClient]) -> None:
+        """Send what became ready before the decode worker has let this worker write."""
         try:
-            self._peers.reach(ticket.address, call)
-            self._opened = True
-            self._remote = self._transfer.open(ticket.segment)
+            self._line = answer.result()
+            self._remote = self._transfer.open(self._ticket.segment)
         except MoonpoolError as error:
-            self._failure = self._explain(error)
+            self._failure = self._failure or self._explain(error)
+        while self._unsent:
+            self._send_next()
+
+    def _await_answer(self, call: Future[T], then: Callable[[Future[T]], None]) -> None:
+        """Run `then` when the call is answered, without waiting. A hand-off makes one call at a time."""
+        self._call = call
+
+        def answered() -> None:
+            self._call = None
+            then(call)
+
+        self._queue.put_answered(call, answered, self._ticket.address)
 
     def _send_next(self) -> None:
         """Send the pieces that wait longest, and with them all following layers of theirs that fit the window."""
-        if not self._unsent:
-            return  # sent with earlier ones
+        if not self._unsent or (self._line is None and self._failure is None):
+            return  # sent with earlier ones, or later when the hand-off is open
         pieces = self._unsent.popleft()
         layer_nbytes = len(pieces.page_of) * self._memory.layout.piece_nbytes
         while self._unsent and pieces.continued_by(self._unsent[0]):
@@ -280,7 +307,9 @@ class Push:
     def _after_writes(self, task: Callable[[], None]) -> None:
         """Run the task when nothing of this hand-off is under way any more. Does not wait: other hand-offs go on."""
         self._collect()
-        if self._under_way:
+        if self._call is not None:
+            self._queue.put_answered(self._call, lambda: self._after_writes(task), self._ticket.address)
+        elif self._under_way:
             last = self._under_way[-1].transfer
             self._queue.put_after(last, lambda: self._after_writes(task), self._ticket.address)
         else:
@@ -296,7 +325,7 @@ class Push:
         self._peers.refusal_log.warning("%s; its requests fail until this setting is corrected", message, key=message)
         return Unavailable(message)
 
-    def _commit(self, first: TokenOut, num_tokens: int) -> MoonpoolError | None:
+    def _commit(self, first: TokenOut, num_tokens: int, on_done: Callable[[MoonpoolError | None], None]) -> None:
         ticket = self._ticket
         wanted = slice(ticket.num_present_blocks, None)
         call = CommitHandoff(
@@ -307,30 +336,41 @@ class Push:
             num_tokens=num_tokens,
             checksums=self._checksums[wanted].tobytes(),
         )
-        self._finish(call, self._sent[wanted])
-        return self._failure
+        self._finish(call, self._sent[wanted], on_done)
 
-    def _end_writes(self) -> SpanChecksums | MoonpoolError:
+    def _end_writes(self, on_done: Callable[[SpanChecksums | MoonpoolError], None]) -> None:
         ticket, layers = self._ticket, self._layers
         own = slice(ticket.num_present_blocks, None), slice(layers.start, layers.stop)
         call = EndWrites(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
-        self._finish(call, self._sent[own])
-        if self._failure is not None:
-            return self._failure
-        self._opened = False
-        return SpanChecksums(layers, self._checksums[own])
+        span = SpanChecksums(layers, self._checksums[own])
+        self._finish(call, self._sent[own], lambda error: on_done(error or span))
 
-    def _finish(self, call: CommitHandoff | EndWrites, sent: NDArray[np.bool_]) -> None:
+    def _finish(
+        self,
+        call: CommitHandoff | EndWrites,
+        sent: NDArray[np.bool_],
+        on_done: Callable[[MoonpoolError | None], None],
+    ) -> None:
         """Make the last call of a hand-off, if all of `sent` is; otherwise, or if it fails, release the pages."""
         if self._failure is None and not sent.all():
             self._failure = Internal(f"request {self._ticket.request_id}: a piece was never handed over")
         if self._failure is None:
-            try:
-                self._peers.get(self._ticket.address).call(call, timeout_s=HANDOFF_TIMEOUT_S)
-            except MoonpoolError as error:
-                self._failure = error
-        if self._failure is not None:
+            assert self._line is not None, "what is sent was opened"
+            self._await_answer(self._peers.call(self._line, call), lambda answer: self._finished(answer, on_done))
+        else:
             self._release()
+            on_done(self._failure)
+
+    def _finished(self, answer: Future[None], on_done: Callable[[MoonpoolError | None], None]) -> None:
+        try:
+            answer.result()
+        except MoonpoolError as error:
+            self._failure = self._failure or error
+            self._release()
+            on_done(error)
+        else:
+            self._line = None  # the decode worker has the pages, or this stage's part of them
+            on_done(None)
 
     def _abort(self) -> None:
         self._failure = self._failure or Cancelled("the hand-off was given up")  # so that nothing is sent any more
@@ -339,15 +379,12 @@ class Push:
         self._after_writes(self._release)
 
     def _release(self) -> None:
-        """Tell the decode worker, once, that nothing is written any more."""
-        if not self._opened:
-            return
-        self._opened = False
-        ticket = self._ticket
-        call = AbortHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
-        # If the call fails, the connection is closed, which has the same effect at the decode worker.
-        with contextlib.suppress(MoonpoolError):
-            self._peers.get(ticket.address).call(call, timeout_s=HANDOFF_TIMEOUT_S)
+        """Tell the decode worker, once, that nothing is written any more. The end of the connection says it too."""
+        line, self._line = self._line, None
+        if line is not None:
+            ticket = self._ticket
+            call = AbortHandoff(request_id=ticket.request_id, epoch=ticket.epoch, generation=ticket.generation)
+            self._peers.send(line, call)
 
     # on the pool thread
 

@@ -2,7 +2,8 @@
 
 A client waits for a hand-off, so a pool task begins only while no hand-off is queued, running or on the wire. A task
 that has begun never delays a hand-off, however slow the pool is: it has its own thread. Nor does a decode worker that
-does not answer delay the hand-offs to others.
+does not answer delay the hand-offs to others. A call to a decode worker carries no KV and is waited for without a
+thread (put_answered), so neither other hand-offs nor the pool wait for its answer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from enum import IntEnum
+from typing import Any
 
 from moonpool.transfer import Pending
 
@@ -36,6 +39,7 @@ class SendQueue:
         self._name, self._idle_s = name, idle_s
         self._lanes: dict[str, deque[Task]] = {}  # by lane; each has a thread
         self._num_handoffs = 0  # queued, running or on the wire
+        self._num_calls = 0  # to decode workers, not answered yet
         self._closing = False
         self._changed = threading.Condition()
         self.threads: dict[str, threading.Thread] = {}  # by lane
@@ -59,6 +63,19 @@ class SendQueue:
 
         transfer.add_done_callback(append)
 
+    def put_answered(self, call: Future[Any], task: Task, lane: str = "") -> None:
+        """Queue a hand-off task that begins once a call is answered or has failed. Only close() waits for that."""
+        with self._changed:
+            self._num_calls += 1
+
+        def append(_: object) -> None:
+            with self._changed:
+                self._num_calls -= 1
+                self._num_handoffs += 1
+                self._append(lane, task)
+
+        call.add_done_callback(append)
+
     def track(self, transfer: Pending[None]) -> None:
         """Let pool tasks wait until this transfer of a hand-off is done."""
         with self._changed:
@@ -66,12 +83,12 @@ class SendQueue:
         transfer.add_done_callback(lambda _: self._end_handoff())
 
     def __len__(self) -> int:
-        """Return the number of tasks that have not begun."""
+        """Return the number of tasks that have not begun, those that wait for an answer included."""
         with self._changed:
-            return sum(map(len, self._lanes.values()))
+            return sum(map(len, self._lanes.values())) + self._num_calls
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Run what is queued, then end the threads; give up after `timeout_s`. Idempotent."""
+        """Run what is queued, wait for answers, then end the threads; give up after `timeout_s`. Idempotent."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
@@ -100,6 +117,11 @@ class SendQueue:
             self._num_handoffs -= 1
             self._changed.notify_all()
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether no hand-off task will be queued any more."""
+        return self._closing and not self._num_handoffs and not self._num_calls
+
     def _run(self, lane: str) -> None:
         while (task := self._next(lane)) is not None:
             try:
@@ -111,14 +133,14 @@ class SendQueue:
             task = None  # the thread must not keep buffers alive while it waits
 
     def _next(self, lane: str) -> Task | None:
-        """Return the lane's next task; None, and forget the lane, when the queue is closed and nothing is left to run,
-        or when a hand-off lane was idle for long."""
+        """Return the lane's next task; None, and forget the lane, when the queue is closed and no task can come, or
+        when a hand-off lane was idle for long."""
         tasks = self._lanes[lane]
         with self._changed:
             if lane == _POOL:
-                self._changed.wait_for(lambda: not self._num_handoffs and (tasks or self._closing))
+                self._changed.wait_for(lambda: not self._num_handoffs and (tasks or self._is_over))
             else:
-                self._changed.wait_for(lambda: tasks or (self._closing and not self._num_handoffs), self._idle_s)
+                self._changed.wait_for(lambda: tasks or self._is_over, self._idle_s)
             if tasks:
                 return tasks.popleft()
             del self._lanes[lane], self.threads[lane]

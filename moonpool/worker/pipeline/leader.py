@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from moonpool.base.clock import Clock
+from moonpool.base.clock import Clock, Deadline
 from moonpool.base.cluster import REQUEST_LIMITS, WORKER_SERVICE
 from moonpool.base.errors import DeadlineExceeded, MoonpoolError, ProtocolError, Unavailable
 from moonpool.base.rpc import AsyncClient
@@ -37,6 +37,7 @@ from moonpool.worker.kv_link.push import SpanChecksums
 from moonpool.worker.kv_link.span_puts import SpanPuts
 from moonpool.worker.messages import (
     Prefill,
+    PrefillItem,
     PrefillReply,
     PutSpan,
     RunStage,
@@ -92,7 +93,7 @@ class PipelineLeader:
         scheduler: Scheduler,
         samples: Samples,
         clock: Clock,
-        alone: Callable[[Prefill], Awaitable[PrefillReply]],
+        alone: Callable[[Prefill], AsyncGenerator[PrefillItem, None]],
         make_sequence: Callable[[Prefill], RequestSequence],
     ) -> None:
         self._service, self._puts, self._scheduler = service, puts, scheduler
@@ -112,17 +113,19 @@ class PipelineLeader:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def prefill(self, call: Prefill) -> PrefillReply:
+    async def prefill(self, call: Prefill) -> AsyncGenerator[PrefillItem, None]:
         async with AsyncExitStack() as own:
+            run: _Run | None = None
             try:
                 run = await own.enter_async_context(self._opened(call))
             except MoonpoolError as error:
                 _LOG.info("%s is computed by one worker: %s", call.spec.request_id, error)
-                return await self._alone(call)
-            reply = await self._computed(run)
-            if reply.finish_reason is None:
-                self._put_later(run, own.pop_all())
-            return reply
+            items = self._alone(call) if run is None else self._computed(run)
+            async with aclosing(items):
+                async for item in items:
+                    if run is not None and item.handoff_s is not None:
+                        self._put_later(run, own.pop_all())
+                    yield item
 
     @asynccontextmanager
     async def _opened(self, call: Prefill) -> AsyncIterator[_Run]:
@@ -231,27 +234,30 @@ class PipelineLeader:
         else:
             sampled.get_loop().call_soon_threadsafe(settle, sampled, found)
 
-    async def _computed(self, run: _Run) -> PrefillReply:
-        """Return the reply when the request is handed over. Raise Unavailable if a stage fails."""
-        spec = run.call.spec
+    async def _computed(self, run: _Run) -> AsyncGenerator[PrefillItem, None]:
+        """Yield the reply when the first token is sampled, and how long the hand-off took. Raise Unavailable if a stage
+        fails."""
+        deadline = Deadline(run.call.spec.timeout_s)
+        spans: list[asyncio.Future[SpanChecksums]] = []
         try:
-            async with asyncio.timeout(spec.timeout_s):
+            async with _within(deadline):
                 await self._start(run)
-                spans = [asyncio.ensure_future(self._handed(run, other)) for other in run.others]
-                try:
-                    sampled, reason = await _first_failure(run.sampled, run.stage.failed, *spans)
-                    first = token_out(sampled)
-                    ended = None if reason == "handoff" else reason
-                    if ended is None:
-                        others = await _first_failure(asyncio.gather(*spans), run.stage.failed)
-                        await self._commit(run, first, others)
-                finally:
-                    for span in spans:
-                        span.cancel()
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the prompt was not computed within {spec.timeout_s:g} s") from error
-        self.num_prompts += 1
-        return self._reply(run, first, ended)
+                spans += [asyncio.ensure_future(self._handed(run, other)) for other in run.others]
+                sampled, reason = await _first_failure(run.sampled, run.stage.failed, *spans)
+            first, began_s = token_out(sampled), self._clock.now_s()
+            ended = None if reason == "handoff" else reason
+            self.num_prompts += 1
+            yield PrefillItem(reply=self._reply(run, first, ended))
+            if ended is None:
+                async with _within(deadline):
+                    others = await _first_failure(asyncio.gather(*spans), run.stage.failed)
+                    await self._commit(run, first, others)
+                handoff_s = self._clock.now_s() - began_s
+                self._samples.times.handoff.observe(handoff_s)
+                yield PrefillItem(handoff_s=handoff_s)
+        finally:
+            for span in spans:
+                span.cancel()
 
     def _reply(self, run: _Run, first: TokenOut, ended: str | None) -> PrefillReply:
         compute_s, block_tokens = self._clock.now_s() - run.opened_s, self._puts.block_tokens
@@ -371,6 +377,15 @@ async def _next(items: AsyncIterator[StageItem], timeout_s: float) -> StageItem:
         raise DeadlineExceeded("another stage did not answer") from error
     except StopAsyncIteration as error:
         raise ProtocolError("another stage ended before it began") from error
+
+
+@asynccontextmanager
+async def _within(deadline: Deadline) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(deadline.remaining_s()):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceeded("the prompt was not computed and handed over in time") from error
 
 
 async def _first_failure(wanted: asyncio.Future[_T], *others: asyncio.Future[Any]) -> _T:
