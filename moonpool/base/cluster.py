@@ -73,6 +73,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     waiting_tokens: Count = 0  # prompt tokens not yet computed
     running_tokens: Count = 0  # tokens whose KV the running batch reads at each step
     free_pages: Count = 0  # free now or by eviction; pages reserved for requests on their way are not
+    waiting_pages: Count = 0  # that requests need which wait here for pages, new ones and preempted ones
 
 
 class PrefillSample(msgspec.Struct, frozen=True, array_like=True):
@@ -132,7 +133,8 @@ class CountOthers(Call[int]):
 
 
 class ReportWorker(Call[AssignedRole | None]):
-    """A key is in at most one of `cached` and `dropped`: what it is after all changes since the last report.
+    """A key is in at most one of `cached` and `dropped`: what it is after all changes since the last report. `arrived`
+    are the requests that came to this decode worker since then: `load` counts their pages, as reserved or as waiting.
 
     Returns the role that the worker should take: it then registers again with that role. None: nothing changes.
     NotFound when this incarnation is not registered or a report is missing: register again and report all.
@@ -147,3 +149,4 @@ class ReportWorker(Call[AssignedRole | None]):
     prefills: tuple[PrefillSample, ...] = ()
     decodes: tuple[DecodeSample, ...] = ()
     pulls: tuple[PullSample, ...] = ()
+    arrived: tuple[str, ...] = ()

@@ -67,7 +67,7 @@ class UnmetDemand:
         """Count a refused request, unless it would be too long for idle workers as well."""
         if cause is Cause.TOO_LONG:
             return
-        buckets = self._refused[WorkerRole.DECODE if cause is Cause.TBT else self._short_of()]
+        buckets = self._refused[WorkerRole.DECODE if cause.is_of_decode else self._short_of()]
         if not buckets or now_s - buckets[-1].since_s >= _BUCKET_S:
             buckets.append(_Bucket(now_s, _NONE))
         buckets[-1].work = buckets[-1].work.plus(work)

@@ -16,7 +16,8 @@ from moonpool.conductor.placement.tables import Backlog
 
 
 class DecodeBatch(NamedTuple):
-    """A decode worker's batch, including requests that are still at their prefill worker."""
+    """A decode worker's batch, including requests that are still at their prefill worker. `free_pages` is below 0 if
+    requests wait for some."""
 
     num_seqs: int
     kv_tokens: int
@@ -35,7 +36,7 @@ class Registration:
     backlog: Backlog = field(default_factory=Backlog)
     num_decoding: int = 0
     decoding_tokens: int = 0
-    decoding_pages: int = 0
+    unreported_pages: int = 0  # of prompts that were sent here and were not here yet at the last report
     num_joined: int = 0
     joined_tokens: int = 0
 
@@ -57,27 +58,28 @@ class Registration:
     @property
     def decode_load(self) -> DecodeBatch:
         """The larger of what was sent to the worker and what it reports: reports lag, and the worker may have requests
-        that this conductor does not know."""
+        that this conductor does not know. Free pages are those that the worker reports, less those that requests wait
+        for there, less those of prompts that it has not reported yet."""
         load = self.load
         return DecodeBatch(
             num_seqs=max(self.num_decoding, load.num_running + load.num_waiting),
             kv_tokens=max(self.decoding_tokens, load.running_tokens),
-            free_pages=min(load.free_pages, self.info.num_pages - self.decoding_pages),
+            free_pages=load.free_pages - load.waiting_pages - self.unreported_pages,
         )
 
     @property
     def decode_pages(self) -> tuple[int, int]:
-        """The free pages, below 0 if requests wait for some, and all pages."""
+        """The free pages and all pages."""
         return self.decode_load.free_pages, self.info.num_pages
 
     def status(self, indexed_blocks: int) -> WorkerStatus:
         return WorkerStatus(info=self.info, load=self.load, indexed_blocks=indexed_blocks, assigned=self.assigned)
 
-    def count_decoding(self, sign: int, num_tokens: int, pages: int) -> None:
+    def count_decoding(self, sign: int, num_tokens: int, unreported_pages: int) -> None:
         """Count one more (+1) or one less (-1) request that was sent to this decode worker."""
         self.num_decoding += sign
         self.decoding_tokens += sign * num_tokens
-        self.decoding_pages += sign * pages
+        self.unreported_pages += sign * unreported_pages
 
     def count_joined(self, sign: int, num_tokens: int) -> None:
         """Count one more (+1) or one less (-1) request that has joined this decode worker's batch."""
@@ -88,14 +90,15 @@ class Registration:
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """A request that was sent to workers. `prefill` is None once that worker was lost; `stages` are the other workers
-    of its pipeline."""
+    of its pipeline. `unreported_pages` are those of its prompt until its decode worker reports that it is there."""
 
     request_id: str
     owner: Hashable
+    tenant: str
     keys: list[bytes]
     prints: list[int]
     num_tokens: int
-    pages: int
+    unreported_pages: int
     prefill: Registration | None
     decode: Registration
     stages: Sequence[Registration] = ()

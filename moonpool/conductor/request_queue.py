@@ -189,8 +189,8 @@ class RequestQueue:
 
 def _short_of(verdict: Verdict) -> WorkerRole:
     """Return the role that a request lacks which is not sent."""
-    is_tbt = isinstance(verdict, RefusedRequest) and verdict.cause is Cause.TBT
-    return WorkerRole.DECODE if is_tbt else WorkerRole.PREFILL
+    is_of_decode = isinstance(verdict, RefusedRequest) and verdict.cause.is_of_decode
+    return WorkerRole.DECODE if is_of_decode else WorkerRole.PREFILL
 
 
 def _error(refusal: QueueRefusal) -> Overloaded:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 from moonpool.base.cluster import AssignedRole, ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, NotFound, PromptTooLong
 from moonpool.conductor.admission.controller import AdmissionController
 from moonpool.conductor.admission.forms import AdmittedRequest, Cause, DecodeNow, RefusedRequest
+from moonpool.conductor.admission.request_forecast import OutputLengths
 from moonpool.conductor.costs import RequestErrors
 from moonpool.conductor.crossover import crossover
 from moonpool.conductor.demand import UnmetDemand, UnmetWork
@@ -48,6 +49,8 @@ from moonpool.conductor.records.store import (
 from moonpool.conductor.registration import OpenRequest, Registration, WeighedRequest, check_parity
 from moonpool.conductor.roles import RoleAssignments
 
+_WHOLE = ("done", "cancelled")  # how an answer ends that would not have become longer
+
 
 class ConductorState:
     """`register` returns a Registration, which `unregister` takes: a late disconnect of an old registration then does
@@ -66,13 +69,14 @@ class ConductorState:
         self.roles = RoleAssignments(ElasticRule(policy.targets, self._kinds.decode_step_s), self.unmet)
         self.prefills, self.decodes = PrefillTable(), DecodeTable()
         self._chooser = Chooser(make_policy(policy, random.Random(policy.seed)))
-        self._admission = AdmissionController(policy.targets, self._kinds.decode_step_s)
+        self._lengths = OutputLengths()
+        self._admission = AdmissionController(policy.targets, self._kinds.decode_step_s, self._lengths)
         self._pool_sources = policy.pool_sources
         self._pipeline_min_tokens = policy.pipeline_min_tokens
         self.set_pool_nodes({})
         self._decode_slots = Slots()
         self._request_errors = RequestErrors()
-        self._decode_side = DecodeSide(self.costs)
+        self._decode_side = DecodeSide(self.costs, self._lengths)
         self._max_tokens = 0  # the tokens that the largest worker can hold
         self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same on all workers
         self._step_tokens = 0  # of the prefill worker that registered last
@@ -195,6 +199,7 @@ class ConductorState:
         costs = self._kinds.of(worker.info.kind)
         costs.learn(call.prefills, call.decodes, call.pulls)
         if not worker.is_prefill:
+            self._count_arrived(worker, call.arrived)
             self._update_decode(worker)
         elif not self.index.report(call.name, call.sequence, call.cached, call.dropped):
             self.counters["report_gaps"] += 1
@@ -298,6 +303,8 @@ class ConductorState:
     def request_ended(self, call: RequestEnded, now_s: float) -> None:
         request = self._remove(call.request_id, now_s, call.output_tokens)
         self.counters["ended"] += request is not None
+        if request is not None and call.output_tokens and call.outcome in _WHOLE:
+            self._lengths.learn(request.tenant, call.output_tokens)
         kept = self.records.kept(call.request_id)
         if kept is None:
             return
@@ -332,7 +339,10 @@ class ConductorState:
             else:
                 excluded.append(worker.slot)
         leading = self.index.leading(prints, among)
-        request = PlacementRequest(call.num_tokens, call.max_tokens, *self._block_shape, self._step_tokens)
+        expected_tokens = self._lengths.expected(call.tenant, call.max_tokens)
+        request = PlacementRequest(
+            call.num_tokens, call.max_tokens, expected_tokens, *self._block_shape, self._step_tokens
+        )
         paths = self.paths if self._chooser.policy.by_node else None
         prices, kinds = self._kinds.prices(request, leading, self.traffic, paths)
         inputs = PlacementInput(request, leading, queue_s, self.prefills, prices, self.traffic, kinds)
@@ -366,9 +376,18 @@ class ConductorState:
         if prefill.info.host in self.paths.sources and call.max_tokens > 1 and not resumes:
             start_s, nbytes = now_s + best.queue_s, prompt_nbytes(inputs.request)
             self.traffic.expect_handoff(call.request_id, prefill.info.host, nbytes, start_s, start_s + best.service_s)
-        tokens, pages = call.num_tokens, inputs.request.num_pages
+        tokens, pages = call.num_tokens, inputs.request.prompt_pages
         request = self._open[call.request_id] = OpenRequest(
-            call.request_id, owner, call.keys, prints, tokens, pages, None if resumes else prefill, decode, stages
+            call.request_id,
+            owner,
+            call.tenant,
+            call.keys,
+            prints,
+            tokens,
+            pages,
+            None if resumes else prefill,
+            decode,
+            stages,
         )
         self._count_decoding(request, 1)
         return Decision(
@@ -418,9 +437,16 @@ class ConductorState:
 
     def _count_decoding(self, request: OpenRequest, sign: int) -> None:
         worker = request.decode
-        worker.count_decoding(sign, request.num_tokens, request.pages)
+        worker.count_decoding(sign, request.num_tokens, request.unreported_pages)
         if self._workers.get(worker.info.name) is worker:
             self._update_decode(worker)
+
+    def _count_arrived(self, worker: Registration, request_ids: Iterable[str]) -> None:
+        """The worker's load counts the pages of these requests from now on."""
+        for request in (self._open.get(request_id) for request_id in request_ids):
+            if request is not None and request.decode is worker:
+                worker.unreported_pages -= request.unreported_pages
+                request.unreported_pages = 0
 
     def _count_joined(self, request: OpenRequest, sign: int) -> None:
         worker = request.decode

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from moonpool.base.cluster import WorkerLoad
 from moonpool.base.errors import AlreadyExists
-from moonpool.engine.sequence import Sequence, SequenceStatus
+from moonpool.engine.sequence import Sequence, SequenceStatus, pages_for
 
 
 def _arrival(sequence: Sequence) -> int:
@@ -122,6 +122,7 @@ class SequenceQueues:
             waiting_tokens=self.num_waiting_tokens,
             running_tokens=sum([each.num_computed_tokens for each in self.running]),
             free_pages=free_pages,
+            waiting_pages=sum([pages_for(each.num_tokens, each.block_tokens) for each in self.waiting]),
         )
 
     def check_integrity(self) -> None:

@@ -213,18 +213,25 @@ class DecodeRole:
         if len(spec.tokens) >= limit:
             raise PromptTooLong(f"{len(spec.tokens)} tokens leave no room to answer within {limit}", param="prompt")
         self._streams[engine_name(spec)], stream.entered_s = stream, self._clock.now_s()
+        self._samples.arrived.append(spec.request_id)
         self._waiting.append(stream)
         self.at_boundary()
 
     def _resume(self, stream: Stream) -> None:
         """Queue an answer that another worker has begun; its blocks are pulled while it waits (pull_ahead.py)."""
         self._scheduler.add(self._sequence(stream.spec, None))
+        self._samples.arrived.append(stream.spec.request_id)
         self._streams[engine_name(stream.spec)] = stream
 
     @property
     def streams(self) -> Mapping[str, Stream]:
         """All open streams, by the names of their engine requests."""
         return self._streams
+
+    @property
+    def unreserved_pages(self) -> int:
+        """Return how many pages the prompts need that wait for pages."""
+        return sum(pages_for(len(each.spec.tokens), self._block_tokens) for each in self._waiting if not each.left)
 
     def at_boundary(self) -> None:
         """Reserve pages for waiting streams in order of arrival; preempted requests are served before them."""

@@ -18,6 +18,7 @@ from moonpool.worker.messages import WorkerStats
 # Failures that are on the page before they happen, so that Prometheus sees the first one as an increase.
 _USUAL_FAILURES = ("unavailable", "peer_lost", "deadline_exceeded", "corrupt", "no_space", "outbox_full")
 _MAX_SAMPLES = 64  # of each kind
+_MAX_ARRIVED = 4096  # requests of one report: more than come between two of them
 _GAUGES = {
     "num_pages": "KV pages in all",
     "free_pages": "KV pages that no request uses",
@@ -82,6 +83,7 @@ class Samples:
     prefills: deque[PrefillSample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     decodes: deque[DecodeSample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     pulls: deque[PullSample] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
+    arrived: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_ARRIVED))  # requests to decode, by their ids
     pull_failures: Counter[str] = field(default_factory=Counter)
     handoff_nbytes: int = 0
     times: WorkerTimes = field(default_factory=WorkerTimes)

@@ -44,27 +44,40 @@ _MAX_EVENTS = 65_536  # that wait for a conductor
 class ReportSource:
     """Gives every change of the pages and every sample to all collectors. On the engine's thread.
 
-    `staged_tokens` returns the tokens that this worker still computes for pipelines."""
+    `staged_tokens` returns the tokens that this worker still computes for pipelines, `unreserved_pages` the pages that
+    requests need which wait to reserve them."""
 
-    def __init__(self, scheduler: Scheduler, samples: Samples, staged_tokens: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        samples: Samples,
+        staged_tokens: Callable[[], int],
+        unreserved_pages: Callable[[], int],
+    ) -> None:
         self.scheduler = scheduler
-        self._samples, self._staged_tokens = samples, staged_tokens
+        self._samples, self._staged_tokens, self._unreserved_pages = samples, staged_tokens, unreserved_pages
         self.collectors: list[ReportCollector] = []
 
     def load(self) -> WorkerLoad:
-        """Return the worker's load: its queues and its stages."""
+        """Return the worker's load: its queues, its stages, and the requests that wait to reserve pages."""
         load = self.scheduler.queues.load(self.scheduler.pages.num_available)
-        return msgspec.structs.replace(load, waiting_tokens=load.waiting_tokens + self._staged_tokens())
+        return msgspec.structs.replace(
+            load,
+            waiting_tokens=load.waiting_tokens + self._staged_tokens(),
+            waiting_pages=load.waiting_pages + self._unreserved_pages(),
+        )
 
     def share(self) -> None:
         """Hand out what is new."""
         events, taken = self.scheduler.pages.drain_events(), self._samples
         prefills, decodes, pulls = _drain(taken.prefills), _drain(taken.decodes), _drain(taken.pulls)
+        arrived = _drain(taken.arrived)
         for each in self.collectors:
             each.add(events)
             each.samples.prefills.extend(prefills)
             each.samples.decodes.extend(decodes)
             each.samples.pulls.extend(pulls)
+            each.samples.arrived.extend(arrived)
 
 
 class ReportCollector:
@@ -108,6 +121,7 @@ class ReportCollector:
             prefills=_drain(self.samples.prefills),
             decodes=_drain(self.samples.decodes),
             pulls=_drain(self.samples.pulls),
+            arrived=_drain(self.samples.arrived),
         )
 
     def must_start_over(self) -> bool:
@@ -252,5 +266,5 @@ async def _tell(address: str, call: Call[T]) -> T | None:
 
 
 def _has_news(report: ReportWorker) -> bool:
-    changes = (report.cached, report.dropped, report.prefills, report.decodes, report.pulls)
+    changes = (report.cached, report.dropped, report.prefills, report.decodes, report.pulls, report.arrived)
     return report.sequence == 1 or any(changes)

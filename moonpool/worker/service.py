@@ -319,7 +319,12 @@ class Worker:
         return make_reporters(
             self._conductors,
             lambda: self._info(built),
-            ReportSource(built.scheduler, self._samples, lambda: self._stages.tools.stages.waiting_tokens),
+            ReportSource(
+                built.scheduler,
+                self._samples,
+                staged_tokens=lambda: self._stages.tools.stages.waiting_tokens,
+                unreserved_pages=lambda: self._decode.unreserved_pages,
+            ),
             lambda make: asyncio.wrap_future(self._loop.call(make)),
             self.config.report_interval_s,
             self._take_role,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from moonpool.conductor.admission.forecast import DecodeForecast, ExpectedDecode
+from moonpool.conductor.admission.forecast import DecodeForecast, ExpectedDecode, SystemForecast
 from moonpool.conductor.admission.forms import (
     Admission,
     AdmissionConfig,
@@ -20,6 +20,7 @@ from moonpool.conductor.admission.forms import (
     PrefillNow,
     RefusedRequest,
 )
+from moonpool.conductor.admission.request_forecast import OutputLengths, RequestForecast
 
 TTFT_SLO_S = 10.0
 TBT_SLO_S = 0.06
@@ -117,10 +118,11 @@ class DecodeServer:
 class World:
     """Drives one Admission through a list of jobs."""
 
-    def __init__(self, form: AdmissionForm, forecast: DecodeForecast) -> None:
+    def __init__(self, form: AdmissionForm) -> None:
         config = AdmissionConfig(form, TTFT_SLO_S, TBT_SLO_S)
-        self.admission = Admission(config, step_s, forecast)
-        self.forecast = forecast
+        self.lengths, is_paper = OutputLengths(), form is AdmissionForm.PAPER
+        self.forecast: DecodeForecast = SystemForecast() if is_paper else RequestForecast(self.lengths)
+        self.admission = Admission(config, step_s, self.forecast)
         self.prefills = [PrefillServer() for _ in range(NUM_PREFILLS)]
         self.decodes = [DecodeServer() for _ in range(NUM_DECODES)]
         self.outcome = Outcome()
@@ -197,6 +199,7 @@ class World:
         server.advance(now_s)
         for job in server.pop_ended():
             self.forecast.end(job.request_id, now_s, job.output_tokens)
+            self.lengths.learn("t", job.output_tokens)
             self.outcome.done += 1
             self.outcome.good += job.ttft_s <= TTFT_SLO_S and job.worst_tbt_s <= TBT_SLO_S + 1e-9
         self._plan(server)

@@ -123,7 +123,7 @@ def test_the_decode_time_starts_as_told_and_follows_what_is_measured() -> None:
     with pytest.raises(ConfigError):
         SystemForecast(0.0)
     with pytest.raises(ConfigError):
-        RequestForecast(0.0)
+        RequestForecast(OutputLengths(), 0.0)
 
 
 @settings(max_examples=50)
@@ -131,7 +131,7 @@ def test_the_decode_time_starts_as_told_and_follows_what_is_measured() -> None:
     st.lists(st.tuples(st.floats(0, 300), st.floats(0, 300), st.integers(0, 9000), st.integers(1, 3000)), max_size=60)
 )
 def test_who_decodes_now_is_counted_now_and_fewer_of_them_later(steps: list[tuple[float, float, int, int]]) -> None:
-    forecast, now_s = RequestForecast(0.05), 0.0
+    forecast, now_s = RequestForecast(OutputLengths(), 0.05), 0.0
     still_open = forecast._open
     for number, (passed_s, ahead_s, kv, max_tokens) in enumerate(steps):
         now_s += passed_s
@@ -153,7 +153,7 @@ def test_who_decodes_now_is_counted_now_and_fewer_of_them_later(steps: list[tupl
     assert all(not group._coming.any() and not group._decoding.any() for group in forecast._groups.values())
 
 
-def population(forecast: RequestForecast, seed: int, until_s: float) -> dict[str, float]:
+def population(forecast: RequestForecast, lengths: OutputLengths, seed: int, until_s: float) -> dict[str, float]:
     """Answers of very different lengths at a steady rate; what is open at the end and when it will be over."""
     draw, now_s, number = random.Random(seed), 0.0, 0
     ends: dict[str, tuple[float, int]] = {}
@@ -162,6 +162,7 @@ def population(forecast: RequestForecast, seed: int, until_s: float) -> dict[str
         for name in [name for name, (at_s, _) in ends.items() if at_s <= now_s]:
             at_s, tokens = ends.pop(name)
             forecast.end(name, at_s, output_tokens=tokens)
+            lengths.learn("t", tokens)
         tokens = min(2000, 1 + int(draw.lognormvariate(4.5, 1.2)))
         number += 1
         name = f"r{number}"
@@ -175,8 +176,9 @@ def test_long_answers_are_not_thought_gone() -> None:
     """An end for each at the mean length saw about half of those that are still there."""
     predicted, actual = dict.fromkeys((2.0, 5.0, 15.0), 0.0), dict.fromkeys((2.0, 5.0, 15.0), 0.0)
     for seed in range(6):
-        forecast = RequestForecast(0.05)
-        ends = population(forecast, seed, 240.0)
+        lengths = OutputLengths()
+        forecast = RequestForecast(lengths, 0.05)
+        ends = population(forecast, lengths, seed, 240.0)
         for ahead_s in predicted:
             predicted[ahead_s] += forecast.at(240.0 + ahead_s, 240.0).num_seqs
             actual[ahead_s] += sum(at_s > 240.0 + ahead_s for at_s in ends.values())
@@ -184,7 +186,10 @@ def test_long_answers_are_not_thought_gone() -> None:
 
 
 def test_those_who_come_are_counted_from_then_on() -> None:
-    forecast = RequestForecast(0.05)
+    lengths = OutputLengths()
+    for _ in range(99):
+        lengths.learn("t", 2000)
+    forecast = RequestForecast(lengths, 0.05)
     forecast.expect(ExpectedDecode("a", 10.0, 700, 4000, "t"), 0.0)
     assert forecast.at(9.5, 0.0) == DecodeLoad(0, 0)
     assert forecast.at(10.0, 0.0) == DecodeLoad(1, 700)
@@ -199,7 +204,7 @@ def test_those_who_come_are_counted_from_then_on() -> None:
 
 
 def test_a_forecast_takes_no_longer_with_many_requests() -> None:
-    forecast = RequestForecast(0.05)
+    forecast = RequestForecast(OutputLengths(), 0.05)
     for number in range(20_000):
         forecast.expect(ExpectedDecode(f"r{number}", number * 0.005, 100, 2000, f"t{number % 500}"), number * 0.005)
         forecast.join(f"r{number}", number * 0.005)
@@ -219,7 +224,7 @@ def test_caution_is_what_nine_of_ten_outcomes_are_within() -> None:
 
 def test_lengths_per_tenant_up_to_the_callers_limit() -> None:
     lengths = OutputLengths(max_tenants=2)
-    assert lengths.expected("a", 100) == 50
+    assert [lengths.expected("a", max_tokens) for max_tokens in (100, 4000, 100_000)] == [100, 128, 128]
     for _ in range(300):
         lengths.learn("short", 10)
         lengths.learn("long", 1000)

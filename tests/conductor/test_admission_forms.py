@@ -16,10 +16,12 @@ from moonpool.conductor.admission.forms import (
     AdmissionConfig,
     AdmissionForm,
     AdmittedRequest,
+    Cause,
     DecodeNow,
     PrefillNow,
     RefusedRequest,
 )
+from moonpool.conductor.admission.request_forecast import OutputLengths
 from moonpool.conductor.messages import Candidate, Route
 
 IDLE = [PrefillNow(0.0, 1.0)]
@@ -95,7 +97,7 @@ def test_paper_counts_who_has_joined_by_then_and_leaves_out_who_has_decoded_for_
 ) -> None:
     """The paper's rule, request by request: at the end of this prefill, those whose prefill ends by then decode, those
     that have decoded for t_d or longer do not; the load is the mean TBT over the decode workers / the target."""
-    gate = AdmissionController(AdmissionConfig(AdmissionForm.PAPER, 5.0, 0.1), step_s)
+    gate = AdmissionController(AdmissionConfig(AdmissionForm.PAPER, 5.0, 0.1), step_s, OutputLengths())
     now_s, starts = 0.0, []
     for number, (passed_s, ttft_s, num_tokens, joins) in enumerate(arrivals):
         now_s += passed_s
@@ -120,7 +122,7 @@ def test_paper_counts_who_has_joined_by_then_and_leaves_out_who_has_decoded_for_
 
 def load_after(form: AdmissionForm, num_crowded: int) -> float:
     """The load with four sequences decoding, after so many requests found a worker more crowded than predicted."""
-    gate = AdmissionController(AdmissionConfig(form, 5.0, 0.1), step_s)
+    gate = AdmissionController(AdmissionConfig(form, 5.0, 0.1), step_s, OutputLengths())
     calls = [Route(request_id=f"r{number}", keys=[], num_tokens=1, max_tokens=9) for number in range(num_crowded + 4)]
     for call in calls[4:]:
         gate.sent(call, 1.0, AdmittedRequest(0.5, 1.0, tbt_s=0.05), 0.0)
@@ -149,11 +151,34 @@ def test_retry_after_is_when_the_load_is_predicted_to_fall() -> None:
     assert queued.error().retry_after_s == pytest.approx(3.5)
 
 
+@pytest.mark.parametrize(
+    ("prefill", "part", "cause"),
+    [
+        (PrefillNow(6.0, 1.0, pages_s=5.9), "6.00 s of other prompts come first", Cause.TTFT),
+        (PrefillNow(2.0, 1.0, 4.5, pages_s=1.0), "6.50 s of other prompts come first", Cause.TTFT),
+        (PrefillNow(1.0, 3.0, 2.5), "3.50 s of other prompts come first", Cause.TTFT),
+        (PrefillNow(6.0, 1.0, pages_s=6.1), "6.10 s until its decode worker has pages for it", Cause.PAGES),
+        (PrefillNow(1.0, 1.0, 3.5, pages_s=2.0), "3.50 s of other prompts come first", Cause.TTFT),
+        (PrefillNow(1.5, 4.0), "4.00 s to compute the prompt", Cause.TTFT),
+        (PrefillNow(1.5, 4.0, pull_s=2.5), "2.50 s to pull its blocks from the pool", Cause.TTFT),
+        (PrefillNow(1.5, 4.0, pull_s=1.0), "3.00 s to compute the prompt", Cause.TTFT),
+    ],
+)
+def test_a_refusal_names_the_largest_part_of_the_time(prefill: PrefillNow, part: str, cause: Cause) -> None:
+    refused = admission("early").at_arrival(100, [prefill], EMPTY, 0.0)
+    assert isinstance(refused, RefusedRequest)
+    assert refused.reason == f"the first token would take {prefill.ttft_s:.2f} s, the target is 5 s: {part}"
+    assert refused.cause is cause
+
+
 def test_a_request_that_never_fits_is_told_so() -> None:
-    long = admission("predicted").at_arrival(100, [PrefillNow(0.0, 6.0)], EMPTY, 0.0)
+    long = admission("predicted").at_arrival(100, [PrefillNow(0.0, 6.0, pull_s=4.0)], EMPTY, 0.0)
     assert isinstance(long, RefusedRequest)
     assert long.retry_after_s is None
-    assert "a shorter prompt may pass" in long.reason
+    assert long.reason == (
+        "this prompt alone takes 6.00 s until its first token (4.00 s to pull its blocks from the pool), the target is 5 s; "
+        "a shorter prompt may pass"
+    )
     wide = admission("predicted").at_arrival(95_000, IDLE, EMPTY, 0.0)
     assert isinstance(wide, RefusedRequest)
     assert wide.retry_after_s is None
@@ -176,7 +201,9 @@ def test_without_targets_everything_is_let_in() -> None:
 
 @given(
     st.sampled_from(list(AdmissionForm)),
-    st.lists(st.tuples(st.floats(0, 9), st.floats(0.01, 9)).map(lambda one: PrefillNow(*one)), min_size=1),
+    st.lists(st.tuples(st.floats(0, 9), st.floats(0.01, 9), st.just(0.0), st.floats(0, 9)), min_size=1).map(
+        lambda each: [PrefillNow(*one) for one in each]
+    ),
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 90_000)).map(lambda one: DecodeNow(*one)), min_size=1),
     st.integers(1, 90_000),
     st.integers(0, 60),
@@ -192,5 +219,5 @@ def test_load_above_one_and_refusal_are_the_same_thing(
         assert verdict.reason
         assert verdict.retry_after_s is None or 1 <= verdict.retry_after_s <= 20
     else:
-        ttft_s = min(view.queue_s + view.work_s for view in prefills)
+        ttft_s = min(max(view.queue_s, view.pages_s) + view.work_s for view in prefills)
         assert verdict.prefill_ends_s == pytest.approx(1.0 + ttft_s)

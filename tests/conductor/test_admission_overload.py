@@ -13,10 +13,8 @@ from functools import cache
 import pytest
 from admission_world import NUM_PREFILLS, Outcome, World, arrivals, saw_tooth, steady
 
-from moonpool.conductor.admission.forecast import SystemForecast
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.admission.queue import AdmissionQueue, QueueConfig, WaitingRequest
-from moonpool.conductor.admission.request_forecast import RequestForecast
 
 FORMS = (AdmissionForm.NONE, AdmissionForm.EARLY, AdmissionForm.PREDICTED)
 DURATION_S = 300.0
@@ -26,12 +24,12 @@ BEST_RATES = (6.0, 7.0, 8.0, 10.0)  # the best lies between, not at an end
 
 @cache
 def steady_outcome(form: AdmissionForm, rate: float, seed: int) -> Outcome:
-    return World(form, RequestForecast()).run(arrivals(steady(rate), rate, DURATION_S, seed))
+    return World(form).run(arrivals(steady(rate), rate, DURATION_S, seed))
 
 
 def saw_outcome(form: AdmissionForm, seed: int) -> Outcome:
     jobs = arrivals(saw_tooth(2.0, 14.0, 60.0), 14.0, DURATION_S, seed)
-    return World(form, RequestForecast()).run(jobs)
+    return World(form).run(jobs)
 
 
 def best_rate(seed: int) -> float:
@@ -69,9 +67,7 @@ def test_every_refusal_says_when_to_come_back() -> None:
 
 
 def test_the_same_seed_gives_the_same_outcome() -> None:
-    first, second = (
-        World(AdmissionForm.PAPER, SystemForecast()).run(arrivals(steady(9.0), 9.0, 60.0, 7)) for _ in range(2)
-    )
+    first, second = (World(AdmissionForm.PAPER).run(arrivals(steady(9.0), 9.0, 60.0, 7)) for _ in range(2))
     assert first == second
 
 

@@ -1,22 +1,29 @@
-"""The time to first token includes the wait for pages at the decode worker; the hand-off follows it."""
+"""The time to first token includes the wait for pages at the decode worker; the hand-off follows it. Pages are counted for
+what answers usually take, and each prompt's once."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import pytest
 from test_conductor_state import report, route, state_with
 from worker_info import info
 
-from moonpool.base.cluster import DecodeSample, PrefillSample, WorkerLoad
+from moonpool.base.cluster import DecodeSample, PrefillSample, WorkerLoad, WorkerRole
 from moonpool.base.errors import Overloaded
+from moonpool.conductor.admission.forms import Cause
+from moonpool.conductor.admission.request_forecast import OutputLengths
 from moonpool.conductor.costs import CostModels
-from moonpool.conductor.messages import PrefillParts, RequestEnded
+from moonpool.conductor.messages import PrefillParts, RequestEnded, Route
 from moonpool.conductor.placement.decode_side import DecodeSide, prompt_nbytes
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.pricing import PlacementRequest
 from moonpool.conductor.state import ConductorState
 
-REQUEST = PlacementRequest(num_tokens=100, max_tokens=28, block_tokens=16, block_nbytes=1000)  # 8 pages
+REQUEST = PlacementRequest(
+    num_tokens=100, max_tokens=1000, block_tokens=16, block_nbytes=1000, expected_tokens=28
+)  # 8 pages
 
 
 def ended(
@@ -27,9 +34,10 @@ def ended(
 
 
 def test_pages_become_free_as_answers_end() -> None:
-    side = DecodeSide(CostModels())
+    lengths = OutputLengths()
+    side = DecodeSide(CostModels(), lengths)
     for _ in range(500):
-        side.learn(ended("r", output_tokens=200), 1000)
+        lengths.learn("t", 200)
     wait_s = side.pages_s(REQUEST, free_pages=0, num_pages=80, tbt_s=0.05)
     assert wait_s == pytest.approx(8 / 80 * 200 * 0.05, rel=0.01)
     assert side.pages_s(REQUEST, 8, 80, 0.05) == 0.0, "it fits"
@@ -40,7 +48,7 @@ def test_pages_become_free_as_answers_end() -> None:
 
 def test_a_hand_off_counts_once_it_was_measured() -> None:
     costs = CostModels()
-    side = DecodeSide(costs)
+    side = DecodeSide(costs, OutputLengths())
     assert costs.handoff_s(1e9) == 0.0
     for nbytes in (1_000_000, 100_000_000) * 40:
         side.learn(ended("r", handoff_s=0.01 + nbytes * 1e-9), nbytes)
@@ -83,5 +91,104 @@ def test_a_request_that_would_wait_for_pages_too_long_is_refused() -> None:
     assert state.route(route("fits", 2), "fe", 0.0, 0.0).ttft_s < 1.0
     state.request_ended(RequestEnded(request_id="fits", outcome="failed"), 0.0)
     state.report(report("d0", load=WorkerLoad(num_running=8, running_tokens=800, free_pages=0)))
-    with pytest.raises(Overloaded, match="the first token would take"):
+    with pytest.raises(Overloaded, match=r"the first token would take .* s until its decode worker has pages for it$"):
         state.route(route("waits", 2), "fe", 0.0, 0.0)
+    assert state.refused == {Cause.PAGES: 1}
+    refused = {role: state.unmet.of(role, 0.0).num_seqs for role in WorkerRole}
+    assert refused == {WorkerRole.PREFILL: 0, WorkerRole.DECODE: 1}, "decode workers are short"
+
+
+CONTEXT_TOKENS = 512 * 64
+
+
+def chat(request_id: str, *, tenant: str = "", max_tokens: int | None = None) -> Route:
+    """A short prompt, by default of a client that sets no limit."""
+    limit = CONTEXT_TOKENS - 40 if max_tokens is None else max_tokens
+    return Route(request_id=request_id, keys=[], num_tokens=40, max_tokens=limit, tenant=tenant)
+
+
+def idle_state(num_pages: int = 2000, **policy: Any) -> ConductorState:
+    """Prompts of 40 tokens take 10 ms, each token after them 50 ms."""
+    state = state_with("p0", policy=PolicyConfig(**policy))
+    state.register(info("d0", num_pages=num_pages, max_num_seqs=256))
+    state.costs.learn(
+        prefills=[PrefillSample(tokens, 0, tokens / 4000) for tokens in (40, 400, 4000)] * 9,
+        decodes=[DecodeSample(num_seqs, num_seqs * 100, 0.05) for num_seqs in (1, 8, 64)] * 9,
+    )
+    return state
+
+
+def free_pages(state: ConductorState) -> int:
+    [worker] = [one for one in state.workers if not one.is_prefill]
+    return worker.decode_pages[0]
+
+
+def test_chats_that_set_no_limit_are_admitted_on_an_idle_service() -> None:
+    """Each asks for a quarter of the pages, and is expected to take three."""
+    state = idle_state(ttft_slo_s=4.0)
+    for number in range(60):
+        [candidate] = state.route(chat(f"r{number}"), "fe", 0.0, 0.0).candidates
+        assert candidate.pages_s == 0.0
+
+
+def test_the_elastic_rule_sees_the_pages_in_use_and_not_those_that_were_asked_for() -> None:
+    state = idle_state()
+    for number in range(12):
+        state.route(chat(f"r{number}"), "fe", 0.0, 0.0)
+    state.report(report("d0", load=WorkerLoad(num_running=12, running_tokens=7500, free_pages=1880), arrived=names(12)))
+    pressure = state.roles.scaling(state.workers, 0.0)[WorkerRole.DECODE].pressure
+    assert pressure == pytest.approx(120 / 2000)
+
+
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"r{number}" for number in range(count))
+
+
+def test_the_pages_of_a_prompt_count_once() -> None:
+    state = state_with("p0", "d0")
+
+    def reported(sequence: int, *arrived: str, **load: int) -> int:
+        state.report(report("d0", sequence, load=WorkerLoad(**load), arrived=arrived))
+        return free_pages(state)
+
+    for request_id in ("r0", "r1", "r2"):
+        state.route(route(request_id, 10), "fe", 0.0, 0.0)  # eleven pages each
+    assert free_pages(state) == 1000 - 33
+    assert reported(1, free_pages=1000) == 1000 - 33, "the report was made before they came"
+    assert reported(2, "r0", "r1", free_pages=989, waiting_pages=11) == 1000 - 33, "r0 has its pages, r1 waits for them"
+    assert reported(3, "another conductor's", free_pages=980, waiting_pages=11) == 980 - 22, "the answer of r0 grows"
+    state.request_ended(RequestEnded(request_id="r0"), 1.0)
+    state.request_ended(RequestEnded(request_id="r2"), 1.0)
+    assert free_pages(state) == 980 - 11, "r2 never came; the worker says when the pages of r0 are free"
+    assert reported(4, "r2", free_pages=1000, waiting_pages=11) == 1000 - 11
+    assert reported(5, free_pages=5, waiting_pages=25) == -20
+
+
+def waits_for_pages(state: ConductorState, call: Route) -> bool:
+    [candidate] = state.route(call, "fe", 0.0, 0.0).candidates
+    state.request_ended(RequestEnded(request_id=call.request_id, outcome="failed"), 0.0)
+    return candidate.pages_s > 0
+
+
+def test_an_answer_is_expected_to_be_as_long_as_answers_were() -> None:
+    state = idle_state()
+    state.report(report("d0", load=WorkerLoad(num_running=8, free_pages=20)))
+    assert not waits_for_pages(state, chat("before", tenant="long"))
+    for number in range(300):
+        tenant, output_tokens = ("long", 3200) if number % 2 else ("short", 20)
+        state.route(chat(f"r{number}", tenant=tenant), "fe", 0.0, 0.0)
+        outcome = "cancelled" if number % 3 else "done"
+        state.request_ended(RequestEnded(request_id=f"r{number}", output_tokens=output_tokens, outcome=outcome), 1.0)
+    state.report(report("d0", 2, load=WorkerLoad(num_running=8, free_pages=20)))
+    assert waits_for_pages(state, chat("long", tenant="long"))
+    assert not waits_for_pages(state, chat("short", tenant="short"))
+    assert not waits_for_pages(state, chat("limited", tenant="long", max_tokens=1000))
+
+
+def test_answers_that_failed_say_nothing_about_lengths() -> None:
+    state = idle_state()
+    for number in range(50):
+        state.route(chat(f"r{number}"), "fe", 0.0, 0.0)
+        state.request_ended(RequestEnded(request_id=f"r{number}", output_tokens=20_000, outcome="peer_lost"), 1.0)
+    state.report(report("d0", load=WorkerLoad(num_running=8, free_pages=20)))
+    assert not waits_for_pages(state, chat("next"))

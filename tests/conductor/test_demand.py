@@ -46,6 +46,7 @@ def test_a_request_counts_while_it_waits() -> None:
         (Cause.GAVE_WAY, DECODE, DECODE),
         (Cause.TTFT, DECODE, DECODE),  # the queue before it does not move
         (Cause.TBT, PREFILL, DECODE),
+        (Cause.PAGES, None, DECODE),
         (Cause.TOO_LONG, PREFILL, None),  # more workers would not help it
     ],
 )

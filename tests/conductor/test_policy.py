@@ -95,7 +95,7 @@ class World:
             self.decodes.update(slot, decode.num_seqs, decode.kv_tokens, decode.free_pages)
         self.traffic = Traffic()
         self.costs = costs
-        demand = PlacementRequest(num_blocks * BLOCK, 16, BLOCK, 1 << 20, layers, step)
+        demand = PlacementRequest(num_blocks * BLOCK, 4096, 16, BLOCK, 1 << 20, layers, step)
         leading = Leading(pool, tuple(on_ssd), tuple(sorted(groups.items())))
         prices = Pricing(demand, leading, costs, self.traffic)
         self.inputs = PlacementInput(demand, leading, self.table.wait_s(0.0), self.table, prices, self.traffic)

@@ -64,7 +64,8 @@ def test_the_forecast_saves_most_of_the_wasted_prefills(rate: float, lasts_s: fl
 
 @LASTS_S
 def test_the_forecast_sees_all_that_will_be_decoding(lasts_s: float) -> None:
-    assert outcome(PREDICTED, 3.0, lasts_s).bias == pytest.approx(0.0, abs=0.1)
+    """At the start answers are expected to be shorter than they are here: that is most of the short run's bias."""
+    assert outcome(PREDICTED, 3.0, lasts_s).bias == pytest.approx(0.0, abs=0.12 if lasts_s < 300 else 0.03)
 
 
 @LASTS_S

@@ -16,6 +16,7 @@ from moonpool.sim.world.cluster import SimCluster
 from moonpool.sim.world.coupled import CoupledCluster
 from moonpool.sim.world.job import DONE, REFUSED, Job
 from moonpool.sim.world.results import Results
+from moonpool.traces.columns import Trace
 
 COST = paper_cost()
 KV_NBYTES = 327_680
@@ -243,3 +244,31 @@ def test_prefill_costs_are_learnt_right_however_slow_the_network_and_crowded_the
     learnt = world.conductor.costs
     for num_tokens in (4000, 16_000):
         assert learnt.prefill_s(num_tokens, 0) == pytest.approx(COST.prefill.compute_s(num_tokens), rel=0.2)
+
+
+def burst(num_requests: int, num_output: int) -> Trace:
+    """Short prompts, all different, ten a second."""
+    return trace_of(*((0.1 * number, 400, num_output, [number]) for number in range(num_requests)))
+
+
+def test_requests_for_the_whole_context_are_admitted_like_those_for_a_few_tokens() -> None:
+    """What an answer may become at most takes no pages: clients that set no limit ask for all that is left."""
+    policy = PolicyConfig(ttft_slo_s=4.0)
+    ends = {}
+    for asked_tokens in (None, 1):
+        world = SimCluster(cluster(num_decode=1, policy=policy, asked_tokens=asked_tokens), burst(60, 100))
+        ends[asked_tokens] = [(job.outcome, job.ttft_s, job.end_s) for job in world.run()]
+        assert {job.outcome for job in world.jobs} == {DONE}
+    assert ends[None] == ends[1]
+
+
+def test_answers_that_become_longer_than_expected_preempt_each_other_and_none_fails() -> None:
+    """128 tokens are expected and 3,000 come, which take seven pages: there are pages for a quarter of the answers."""
+    gpu = replace(cluster().node.gpu, hbm_nbytes=22.2e9)
+    config = cluster(num_decode=1, node=replace(cluster().node, gpu=gpu), policy=PolicyConfig(ttft_slo_s=60.0))
+    world = SimCluster(config, burst(60, 3000))
+    scheduler = world.decodes["d0"].scheduler
+    assert scheduler.pages.num_pages == pytest.approx(60 * 7 / 4, rel=0.1)
+    jobs = world.run()
+    assert {job.outcome for job in jobs} == {DONE}
+    assert scheduler.num_preemptions > 0

@@ -55,7 +55,7 @@ def calibrated(nbytes_s: float) -> CostModels:
 
 def choose(costs: CostModels, num_tokens: int, pool_blocks: int) -> tuple[PricedPlacement, int | None]:
     """Return the plan of one idle worker without the prefix, and how many blocks it may take from the pool."""
-    request = PlacementRequest(num_tokens, 16, BLOCK_TOKENS, BLOCK_NBYTES, LAYERS, LIMITS.max_batch_tokens)
+    request = PlacementRequest(num_tokens, 16, 16, BLOCK_TOKENS, BLOCK_NBYTES, LAYERS, LIMITS.max_batch_tokens)
     leading, traffic, table = Leading(pool_blocks, (), ((0, 1),)), Traffic(), PrefillTable()
     table.add(0, "p0")
     table.update(0, Backlog())

@@ -25,6 +25,7 @@ from moonpool.worker.kv_link.send_queue import SendQueue, Urgency
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import DecodeItem, RequestSpec
 from moonpool.worker.metrics import Samples
+from moonpool.worker.reporter import ReportCollector, ReportSource
 
 LAYOUT = KvLayout(num_pages=8, num_layers=1, num_kv_heads=1, block_tokens=4, head_dim=4, dtype="float32")
 
@@ -100,6 +101,7 @@ class Bench:
         self.memory = memoryview(bytearray(LAYOUT.total_nbytes))
         pieces = HostPieces(self.memory, LAYOUT)
         self.loop, self.queue, self.pool = HandLoop(), HandQueue(), RememberingPool(pieces)
+        self.samples = Samples()
         self.reservations = Reservations(self.pages, lambda pages, generation: None)
         segment = SegmentDescriptor(name="d/kv", nbytes=0, incarnation=1, host="", endpoints=())
         self.role = DecodeRole(
@@ -108,7 +110,7 @@ class Bench:
             memory=pieces,
             pool=cast(PoolWriter, self.pool),
             queue=cast(SendQueue, self.queue),
-            samples=Samples(),
+            samples=self.samples,
             describe=lambda: ("unix:/d", segment),
             clock=self.clock,
         )
@@ -204,6 +206,30 @@ async def test_a_preempted_request_gets_its_pages_before_new_ones(bench: Bench) 
     assert (await asking).ticket is not None
     bench.loop.run_posted()
     bench.scheduler.check_integrity()
+
+
+async def test_a_report_counts_the_pages_that_requests_wait_for_and_names_those_that_came(bench: Bench) -> None:
+    source = ReportSource(bench.scheduler, bench.samples, lambda: 0, lambda: bench.role.unreserved_pages)
+    collector = ReportCollector("d", 1, source)
+    preempted = RequestSequence("old/1", list(range(12)), SamplingParams(max_tokens=8), root=bytes(32), block_tokens=4)
+    streams = [bench.follow("has", 8), bench.follow("waits", 28)]
+    await bench.settle()
+    bench.loop.run_posted()
+    first = collector.report(1)
+    assert first.arrived == ("has", "waits")
+    assert (first.load.free_pages, first.load.waiting_pages) == (6, 7)
+    bench.scheduler.add(preempted)
+    streams.append(bench.follow("new", 4))
+    await bench.settle()
+    bench.loop.run_posted()
+    second = collector.report(2)
+    assert second.arrived == ("new",)
+    assert (second.load.free_pages, second.load.waiting_pages) == (6, 3 + 7 + 1)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.wait(streams)
+    bench.loop.run_posted()
+    assert (collector.report(3).load.free_pages, collector.report(4).load.waiting_pages) == (8, 3)
 
 
 async def test_reserved_pages_are_given_up_when_waiting_requests_cannot_go_on_without_them(bench: Bench) -> None:

@@ -24,7 +24,7 @@ from moonpool.conductor.admission.forms import (
     StepTime,
     Verdict,
 )
-from moonpool.conductor.admission.request_forecast import RequestForecast
+from moonpool.conductor.admission.request_forecast import OutputLengths, RequestForecast
 from moonpool.conductor.costs import ErrorWindow
 from moonpool.conductor.messages import Candidate, Route
 
@@ -60,9 +60,9 @@ class _Sent(NamedTuple):
 class AdmissionController:
     """`errors` compares the sequences predicted to decode at the end of a prefill with those that did."""
 
-    def __init__(self, config: AdmissionConfig, step_s: StepTime) -> None:
+    def __init__(self, config: AdmissionConfig, step_s: StepTime, lengths: OutputLengths) -> None:
         is_paper = config.form is AdmissionForm.PAPER
-        self._forecast: DecodeForecast = SystemForecast() if is_paper else RequestForecast()
+        self._forecast: DecodeForecast = SystemForecast() if is_paper else RequestForecast(lengths)
         self._admission = Admission(config, step_s, self._forecast)
         forecasts = config.form in (AdmissionForm.PAPER, AdmissionForm.PREDICTED)
         self._looks_ahead = forecasts and config.tbt_slo_s is not None
@@ -84,8 +84,13 @@ class AdmissionController:
     ) -> Verdict:
         """`before_s`: how long the request has waited, or will wait before it can be sent to that worker."""
         pace = self.pace
-        waits_s = max(best.pages_s, best.queue_s)
-        prefill = PrefillNow(pace * waits_s, pace * best.service_s, before_s)
+        prefill = PrefillNow(
+            queue_s=pace * best.queue_s,
+            work_s=pace * best.service_s,
+            before_s=before_s,
+            pages_s=pace * best.pages_s,
+            pull_s=pace * (best.transfer_s - best.overlap_s),
+        )
         return self._admission.at_arrival(num_tokens, (prefill,), decodes, now_s, self._margin.value)
 
     def before_decode(self, request_id: str, num_tokens: int, decode: DecodeNow, now_s: float) -> Verdict:

@@ -48,11 +48,17 @@ class Cause(StrEnum):
     """Why a request was refused: a label of metrics."""
 
     TTFT = "ttft"
+    PAGES = "pages"  # the decode worker would have pages too late for the TTFT target
     TBT = "tbt"
     TOO_LONG = "too_long"  # the request would miss a target on idle workers
     QUEUE_FULL = "queue_full"
     GAVE_WAY = "gave_way"
     TOO_LATE = "too_late"  # the request waited until its target could not be met
+
+    @property
+    def is_of_decode(self) -> bool:
+        """Whether decode workers were short."""
+        return self in (Cause.TBT, Cause.PAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +76,54 @@ class AdmissionConfig:
                 raise ConfigError(f"{name} must be above 0", param=name)
 
 
+class TtftPart(NamedTuple):
+    """A part of a predicted time to first token. `cause` is that of a refusal for which it is the largest part."""
+
+    seconds: float
+    text: str
+    cause: Cause = Cause.TTFT
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.2f} s {self.text}"
+
+
 class PrefillNow(NamedTuple):
-    """A prefill worker: the predicted work ahead of this request, and the request's own work there (pulls included).
+    """A prefill worker: the predicted work ahead of this request, and the request's own work there.
 
     `before_s` is how long the request waits elsewhere, or has waited: it counts for the time to first token, not for
-    the moment at which the prefill ends if the request is sent now.
+    the moment at which the prefill ends if the request is sent now. While the request waits in the queue, the decode
+    worker frees pages for it, which takes `pages_s`. `pull_s` is a part of `work_s`.
     """
 
     queue_s: float
     work_s: float
     before_s: float = 0.0
+    pages_s: float = 0.0
+    pull_s: float = 0.0
+
+    @property
+    def ends_after_s(self) -> float:
+        """How long the request takes to the end of its prefill if it is sent now."""
+        return max(self.queue_s, self.pages_s) + self.work_s
 
     @property
     def ttft_s(self) -> float:
-        return self.before_s + self.queue_s + self.work_s
+        return self.before_s + self.ends_after_s
+
+    @property
+    def largest_wait(self) -> TtftPart:
+        others = TtftPart(self.before_s + self.queue_s, "of other prompts come first")
+        if self.pages_s <= self.queue_s:
+            return others
+        pages = TtftPart(self.pages_s, "until its decode worker has pages for it", Cause.PAGES)
+        return max(pages, others._replace(seconds=self.before_s))
+
+    @property
+    def largest_work(self) -> TtftPart:
+        return max(
+            TtftPart(self.work_s - self.pull_s, "to compute the prompt"),
+            TtftPart(self.pull_s, "to pull its blocks from the pool"),
+        )
 
 
 class DecodeNow(NamedTuple):
@@ -138,7 +178,7 @@ class Admission:
         this request, except that `paper` and `predicted` divide the forecast by the number of decode workers. `margin`
         is the relative safety margin of the forecast."""
         prefill = min(prefills, key=lambda one: one.ttft_s)
-        prefill_ends_s = now_s + prefill.queue_s + prefill.work_s
+        prefill_ends_s = now_s + prefill.ends_after_s
         verdict = self._check_prefill(prefill, prefill_ends_s)
         if isinstance(verdict, RefusedRequest) or self._config.form is AdmissionForm.NONE:
             return verdict
@@ -163,13 +203,14 @@ class Admission:
         if target_s is None or load <= 1:
             return AdmittedRequest(load, prefill_ends_s)
         if best.work_s > target_s:
-            reason = f"this prompt alone takes {best.work_s:.2f} s until its first token, the target is {target_s:g} s"
-            return RefusedRequest(f"{reason}; a shorter prompt may pass", None, load, Cause.TOO_LONG)
-        reason = (
-            f"the first token would take {ttft_s:.2f} s, the target is {target_s:g} s: "
-            f"{ttft_s - best.work_s:.2f} s of other prompts come first"
-        )
-        return RefusedRequest(reason, max(MIN_RETRY_S, ttft_s - target_s), load, Cause.TTFT)
+            reason = (
+                f"this prompt alone takes {best.work_s:.2f} s until its first token ({best.largest_work}), "
+                f"the target is {target_s:g} s; a shorter prompt may pass"
+            )
+            return RefusedRequest(reason, None, load, Cause.TOO_LONG)
+        largest = max(best.largest_wait, best.largest_work)
+        reason = f"the first token would take {ttft_s:.2f} s, the target is {target_s:g} s: {largest}"
+        return RefusedRequest(reason, max(MIN_RETRY_S, ttft_s - target_s), load, largest.cause)
 
     # decode
 

@@ -5,8 +5,9 @@ from the measured time per token. A forecast that ended every request at the mea
 answers, which are most of what decodes at any moment: half of all tokens are in the longest quarter of the answers.
 
 Lengths (LengthHistogram, OutputLengths). Buckets grow by a quarter, so a length is known to about 12 %. Counts fade;
-half of the weight is gone after about 350 answers. A tenant with few answers is mixed with all tenants together; before
-any answer, an answer is expected to have half of its max_tokens.
+half of the weight is gone after about 350 answers. A tenant with few answers is mixed with all tenants together. Before
+any answer, 128 tokens are expected, or max_tokens if that is less: max_tokens says little about an answer's length, and
+a client that does not set it asks for all that the context has room for.
 
 Time (LengthClass). Requests whose expected length is alike to a factor of two share one class, across tenants. Time
 is cut in steps of 1/4 s, up to 256 s back and ahead; older answers count as 256 s old. A class counts the requests that
@@ -141,6 +142,10 @@ class LengthHistogram:
         """The counted answers, each by its faded weight."""
         return self.total / self._scale
 
+    @property
+    def mean(self) -> float:
+        return sum(self._tokens) / self.total
+
     def up_to(self, cap: int) -> tuple[float, float]:
         """Return (answers, their tokens); longer answers count as `cap` tokens."""
         tokens = sum([min(tokens, count * cap) for count, tokens in zip(self._counts, self._tokens, strict=True)])
@@ -159,6 +164,10 @@ class LengthHistogram:
         self.total, self._scale = self.total / self._scale, 1.0
 
 
+_GUESSED_TOKENS = 128  # of an answer, before there was any
+_NUM_GUESSED = 8  # the guess counts as this many answers
+
+
 class OutputLengths:
     """Lengths of the `max_tenants` tenants that had answers last, and of all tenants together."""
 
@@ -166,7 +175,14 @@ class OutputLengths:
         assert max_tenants > 0
         self._max_tenants = max_tenants
         self._all = LengthHistogram()
+        for _ in range(_NUM_GUESSED):
+            self._all.add(_GUESSED_TOKENS)
         self._tenants: OrderedDict[str, LengthHistogram] = OrderedDict()
+
+    @property
+    def mean(self) -> float:
+        """The mean length of all tenants' answers."""
+        return self._all.mean
 
     def learn(self, tenant: str, num_tokens: int) -> None:
         self._all.add(num_tokens)
@@ -177,7 +193,7 @@ class OutputLengths:
             self._tenants.popitem(last=False)
 
     def expected(self, tenant: str, max_tokens: int) -> float:
-        """Return the mean length of answers; longer answers count as `max_tokens`."""
+        """Return the mean length of the tenant's answers; longer answers count as `max_tokens`."""
         count, tokens = self._all.up_to(max_tokens)
         if count > _OTHERS_WEIGHT:
             count, tokens = _OTHERS_WEIGHT, tokens * _OTHERS_WEIGHT / count
@@ -185,7 +201,7 @@ class OutputLengths:
         if own is not None:
             own_count, own_tokens = own.up_to(max_tokens)
             count, tokens = count + own_count, tokens + own_tokens
-        return tokens / count if count else max_tokens / 2
+        return tokens / count
 
 
 _USUAL_TOKENS = 200.0  # of an answer; the weight of the first guess of the time per token
@@ -202,12 +218,12 @@ class _Open:
 
 
 class RequestForecast:
-    """A DecodeForecast with a resolution of a quarter of a second."""
+    """A DecodeForecast with a resolution of a quarter of a second. The caller teaches `lengths`."""
 
-    def __init__(self, initial_token_s: float = 0.06) -> None:
+    def __init__(self, lengths: OutputLengths, initial_token_s: float = 0.06) -> None:
         if not initial_token_s > 0:
             raise ConfigError("the first guess of a time per token must be above 0", param="initial_token_s")
-        self.lengths = OutputLengths()
+        self._lengths = lengths
         self._token_s = FadedMean(initial_token_s, _USUAL_TOKENS)
         self._open: dict[str, _Open] = {}
         self._groups: dict[int, LengthClass] = {}  # by the logarithm of the expected length
@@ -216,7 +232,7 @@ class RequestForecast:
 
     def expect(self, request: ExpectedDecode, now_s: float) -> None:
         self.end(request.request_id, now_s)
-        mean_tokens = self.lengths.expected(request.tenant, max(1, request.max_tokens))
+        mean_tokens = self._lengths.expected(request.tenant, max(1, request.max_tokens))
         starts = min(step_of(request.prefill_ends_s), self._now + NUM_STEPS - 1)
         one = _Open(request, self._group(mean_tokens), starts, request.prefill_ends_s)
         one.group.count_coming(starts, request.kv_tokens, 1)
@@ -242,7 +258,6 @@ class RequestForecast:
         count(one.starts, one.request.kv_tokens, -1)
         if one.joined and output_tokens:
             self._token_s.add(now_s - one.starts_s, output_tokens)
-            self.lengths.learn(one.request.tenant, output_tokens)
             one.group.learn(output_tokens)
 
     def at(self, at_s: float, now_s: float) -> DecodeLoad:

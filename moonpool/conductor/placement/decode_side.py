@@ -14,26 +14,20 @@ from __future__ import annotations
 
 import msgspec
 
-from moonpool.conductor.admission.forecast import FadedMean
+from moonpool.conductor.admission.request_forecast import OutputLengths
 from moonpool.conductor.costs import CostModels
 from moonpool.conductor.messages import RequestEnded
 from moonpool.conductor.placement.policy import PlacementChoice
 from moonpool.conductor.placement.pricing import PlacementRequest
 
-_FIRST_GUESS_TOKENS = 128.0  # the mean answer, before there was any
-
 
 class DecodeSide:
-    def __init__(self, costs: CostModels) -> None:
-        self._costs = costs
-        self._answer_tokens = FadedMean(_FIRST_GUESS_TOKENS)
+    def __init__(self, costs: CostModels, lengths: OutputLengths) -> None:
+        self._costs, self._lengths = costs, lengths
 
     def learn(self, ended: RequestEnded, prompt_nbytes: int) -> None:
-        """Take the length of an answer, and the hand-off of its prompt's KV if there was one."""
-        if ended.outcome != "done":
-            return
-        self._answer_tokens.add(ended.output_tokens)
-        if ended.parts is not None and ended.parts.handoff_s is not None:
+        """Take the hand-off of a prompt's KV, if there was one."""
+        if ended.outcome == "done" and ended.parts is not None and ended.parts.handoff_s is not None:
             self._costs.learn_handoff(prompt_nbytes, ended.parts.handoff_s)
 
     def pages_s(self, request: PlacementRequest, free_pages: float, num_pages: int, tbt_s: float) -> float:
@@ -42,7 +36,7 @@ class DecodeSide:
         short, used = request.num_pages - free_pages, num_pages - max(0.0, free_pages)
         if short <= 0 or used <= 0:
             return 0.0
-        return short / used * self._answer_tokens.value * tbt_s
+        return short / used * self._lengths.mean * tbt_s
 
     def add_waits(
         self, choice: PlacementChoice, request: PlacementRequest, free_pages: float, num_pages: int

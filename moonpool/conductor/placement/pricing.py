@@ -5,6 +5,7 @@ A Pricing is made once per request; then each worker, and each number of blocks 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from copy import copy
@@ -25,14 +26,20 @@ class PlacementRequest(NamedTuple):
 
     num_tokens: int
     max_tokens: int
+    expected_tokens: float  # of its answer, at most `max_tokens`
     block_tokens: int
     block_nbytes: int
     num_layers: int = 1  # loaded one by one while others are computed; 1: loading ends before computing begins
     step_tokens: int = 0  # computed in one step, the only one that loading overlaps with; 0: the whole prompt
 
     @property
+    def prompt_pages(self) -> int:
+        return -(-self.num_tokens // self.block_tokens)
+
+    @property
     def num_pages(self) -> int:
-        return -(-(self.num_tokens + self.max_tokens) // self.block_tokens)
+        """The pages that the decode worker is expected to need for it."""
+        return math.ceil((self.num_tokens + self.expected_tokens) / self.block_tokens)
 
 
 class PricedPlacement(NamedTuple):
@@ -131,7 +138,7 @@ class Pricing:
         self._lines: dict[str, _Line] = {}  # by machine
         self._leading = leading
         self._traffic = traffic
-        tokens, _, block_tokens, block_nbytes, _, step_tokens = request
+        tokens, _, _, block_tokens, block_nbytes, _, step_tokens = request
         fixed_s, per_token_s, per_pair_s, per_prefix_s = costs.prefill.terms
         whole_s = fixed_s + tokens * (per_token_s + per_pair_s * tokens)
         # In blocks: a prefix of k blocks saves k (linear + square k).

@@ -34,14 +34,15 @@ class SimFrontend:
         clock: SimClock,
         conductor: ConductorState,
         policy: PolicyConfig,
-        asked_tokens: int,
+        asked_tokens: int | None,
+        context_tokens: int,
         on_sent: Callable[[Job, Decision], None],
         on_refused: Callable[[Job, MoonpoolError], None],
         promote: Callable[[list[bytes]], None],
     ) -> None:
         self._clock, self._on_sent, self._on_refused = clock, on_sent, on_refused
         self._queue = RequestQueue(conductor, policy, promote)
-        self._asked_tokens = asked_tokens
+        self._asked_tokens, self._context_tokens = asked_tokens, context_tokens
         self._jobs: dict[str, Job] = {}  # jobs in the queue
         self._timer: Handle | None = None
 
@@ -51,7 +52,7 @@ class SimFrontend:
             request_id=job.request_id,
             keys=job.keys,
             num_tokens=job.num_input,
-            max_tokens=max(job.num_output, self._asked_tokens - num_written),
+            max_tokens=max(job.num_output, self._room(job, num_written)),
             exclude=exclude,
             tenant=tenant,
             priority=priority,
@@ -67,6 +68,11 @@ class SimFrontend:
         else:
             self._jobs[job.request_id] = job
             self._settle()  # the queue may have refused another request in favour of this one
+
+    def _room(self, job: Job, num_written: int) -> int:
+        """Return for how many more tokens the client has asked."""
+        asked = self._asked_tokens
+        return self._context_tokens - job.num_input if asked is None else asked - num_written
 
     @property
     def num_waiting(self) -> int:
@@ -109,6 +115,7 @@ class SimCluster:
             self.conductor,
             config.policy,
             config.asked_tokens,
+            config.num_pages(trace.block_tokens) * trace.block_tokens,
             self._sent,
             self._refused,
             components.promote,

@@ -155,7 +155,9 @@ class ClusterConfig:
     max_batch_tokens: int = 8192  # per step of a prefill worker
     max_num_seqs: int = 256
     report_every_s: float = 1.0
-    asked_tokens: int = 1024  # max_tokens of a request, or the length of its answer if that is more
+    # max_tokens of a request, or the length of its answer if that is more; None: as many as its context has room for,
+    # which is what clients ask for that set no limit
+    asked_tokens: int | None = None
     elastic: bool = False  # nodes change their roles by the conductor's rule (conductor/elastic.py)
     role_changes: tuple[RoleChange, ...] = ()  # in the order of their times
     failures: tuple[Failure, ...] = ()

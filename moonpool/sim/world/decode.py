@@ -48,6 +48,7 @@ class DecodeWorker:
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[tuple[Job, Callable[[int], None]]] = deque()  # jobs that wait for pages
         self._last_s = 0.0  # time of its last token, once it has stopped
+        reporter.unreserved_pages = self._unreserved_pages
 
     @property
     def num_waiting(self) -> int:
@@ -66,7 +67,11 @@ class DecodeWorker:
         """Reserve pages for the prompt, now or when pages become free. Then call `on_reserved` with the
         number of tokens whose KV is here already."""
         self._waiting.append((job, on_reserved))
+        self._reporter.arrived.append(job.request_id)
         self.grant_waiting()
+
+    def _unreserved_pages(self) -> int:
+        return sum([pages_for(job.num_input + 1, self._block_tokens) for job, _ in self._waiting])
 
     def grant_waiting(self) -> None:
         """Give free pages to waiting jobs, in their order."""
@@ -121,6 +126,7 @@ class DecodeWorker:
     def restart(self, scheduler: JumpingScheduler, reporter: SimReporter) -> None:
         """Start again after `stop`, as a new process without state."""
         self.scheduler, self._reporter = scheduler, reporter
+        reporter.unreserved_pages = self._unreserved_pages
         self._stepper.restart(scheduler)
         self._jobs = {}
 

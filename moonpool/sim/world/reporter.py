@@ -5,7 +5,7 @@ A worker that can have both roles has a scheduler for each and one reporter, bec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample, ReportWorker, WorkerLoad
 from moonpool.conductor.state import ConductorState
@@ -38,6 +38,8 @@ class SimReporter:
         self.prefills: list[PrefillSample] = []
         self.decodes: list[DecodeSample] = []
         self.pulls: list[PullSample] = []
+        self.arrived: list[str] = []  # requests to decode
+        self.unreserved_pages: Callable[[], int] = lambda: 0  # that requests to decode wait to reserve
 
     def after_step(self, now_s: float) -> None:
         if now_s >= self.next_s:
@@ -65,21 +67,21 @@ class SimReporter:
                 prefills=tuple(self.prefills),
                 decodes=tuple(self.decodes),
                 pulls=tuple(self.pulls),
+                arrived=tuple(self.arrived),
             )
         )
-        self.prefills, self.decodes, self.pulls = [], [], []
+        self.prefills, self.decodes, self.pulls, self.arrived = [], [], [], []
 
     def _load(self) -> WorkerLoad:
-        first, *others = [each.queues.load(self._pages.num_available) for each in self._schedulers]
-        for load in others:
-            first = WorkerLoad(
-                num_waiting=first.num_waiting + load.num_waiting,
-                num_running=first.num_running + load.num_running,
-                waiting_tokens=first.waiting_tokens + load.waiting_tokens,
-                running_tokens=first.running_tokens + load.running_tokens,
-                free_pages=first.free_pages,
-            )
-        return first
+        loads = [each.queues.load(self._pages.num_available) for each in self._schedulers]
+        return WorkerLoad(
+            num_waiting=sum([load.num_waiting for load in loads]),
+            num_running=sum([load.num_running for load in loads]),
+            waiting_tokens=sum([load.waiting_tokens for load in loads]),
+            running_tokens=sum([load.running_tokens for load in loads]),
+            free_pages=self._pages.num_available,
+            waiting_pages=sum([load.waiting_pages for load in loads]) + self.unreserved_pages(),
+        )
 
     def own_pool_changed(self, changes: Changes) -> None:
         """Record changes of the node's own pool. They are reported in place of the worker's pages."""
