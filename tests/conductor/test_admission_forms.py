@@ -176,8 +176,8 @@ def test_a_request_that_never_fits_is_told_so() -> None:
     assert isinstance(long, RefusedRequest)
     assert long.retry_after_s is None
     assert long.reason == (
-        "this prompt alone takes 6.00 s until its first token (4.00 s to pull its blocks from the pool), the target is 5 s; "
-        "a shorter prompt may pass"
+        "this prompt alone takes 6.00 s until its first token (4.00 s to pull its blocks from the pool), "
+        "the target is 5 s; a shorter prompt may pass"
     )
     wide = admission("predicted").at_arrival(95_000, IDLE, EMPTY, 0.0)
     assert isinstance(wide, RefusedRequest)

@@ -1,5 +1,5 @@
-"""The time to first token includes the wait for pages at the decode worker; the hand-off follows it. Pages are counted for
-what answers usually take, and each prompt's once."""
+"""The time to first token includes the wait for pages at the decode worker; the hand-off follows it. Pages are counted
+for what answers usually take, and each prompt's once."""
 
 from __future__ import annotations
 
