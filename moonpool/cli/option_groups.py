@@ -24,7 +24,7 @@ _GROUPS = {
     "pool_timeout_s pool_rest_s",
     "Access": "tenants_file secret_file tls_cert_file tls_key_file tls_ca_file tour tour_dir",
     "Eviction and replicas": "eviction high_watermark low_watermark ssd_high_watermark promote_after_hits "
-    "read_ahead_blocks hot_hits hot_window_s hot_max_replicas hot_max_part offloads_in_flight",
+    "read_ahead_blocks hot_hits hot_window_s hot_max_replicas hot_max_part hot_copies_in_flight offloads_in_flight",
     "Puts, leases and nodes": "lease_s put_discard_s put_release_s heartbeat_s segment_ttl_s away_ttl_s max_objects "
     "max_fates step_objects order_timeout_s task_moves_in_flight tick_s start_timeout_s retry_s",
     "Journal and events": "journal forget_journal journal_sync_s event_delay_s max_pending_event_keys "

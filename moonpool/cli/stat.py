@@ -26,6 +26,8 @@ from moonpool.conductor.messages import Status, WorkerStatus
 from moonpool.store.messages import SegmentStats, StoreStats, TaskInfo, Tier
 
 _JOURNAL = "moonpool_journal_"
+# Counters that have lines of their own.
+_TOLD = ("hits", "misses", "hot_objects", "hot_bytes", "hot_replicas", "hot_dropped", "hot_reads", "hot_saved_bytes")
 
 
 def command(
@@ -98,9 +100,10 @@ def _as_lines(
     for task in tasks:
         moved = f"{task.num_done:,} of {task.num_total:,} objects, {format_nbytes(task.nbytes_moved)}"
         lines.append(f"task {task.task_id}: {task.kind} {task.segment}, {task.state}, {moved}")
+    lines += _hot_lines(stats)
     lines += _worker_lines(workers)
     lines.append(_journal_line(journal, stats.journal_error))
-    events = {name: count for name, count in sorted(stats.counters.items()) if count and name not in ("hits", "misses")}
+    events = {name: count for name, count in sorted(stats.counters.items()) if count and name not in _TOLD}
     if events:
         lines.append("since the master started: " + ", ".join(f"{n:,} {_plain(name)}" for name, n in events.items()))
     return lines
@@ -111,6 +114,20 @@ def _hits_line(counters: Mapping[str, int]) -> str:
     if rate is None:
         return "hit rate: no look-ups yet"
     return f"hit rate: {rate:.1%} ({hits:,} of {hits + counters.get('misses', 0):,} look-ups found their object)"
+
+
+def _hot_lines(stats: StoreStats) -> list[str]:
+    """Return what the extra replicas of hot keys take, and what they saved; nothing if there were none."""
+    counters = stats.counters
+    if not counters.get("hot_replicas") and not counters.get("hot_objects"):
+        return []
+    taken, saved = format_nbytes(counters["hot_bytes"]), format_nbytes(counters["hot_saved_bytes"])
+    part = f" ({counters['hot_bytes'] / stats.capacity_nbytes:.1%} of memory)" if stats.capacity_nbytes else ""
+    return [
+        f"hot keys: {counters['hot_objects']:,} objects have extra replicas, {taken}{part}",
+        f"  since the master started: {counters['hot_replicas']:,} made, {counters['hot_dropped']:,} dropped; "
+        f"{counters['hot_reads']:,} reads took about {saved} from them",
+    ]
 
 
 def _worker_lines(workers: Sequence[WorkerStatus] | None) -> list[str]:

@@ -87,6 +87,12 @@ function inner(element) {
   return element.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
 }
 
+// What the extra replicas of hot keys take, and what they saved; empty if there were none.
+function hot(counters) {
+  if (!counters.hot_objects && !counters.hot_replicas) return "";
+  return ` Hot keys: ${many(counters.hot_objects, "block")} with extra replicas (${bytes(counters.hot_bytes)}); readers took about ${bytes(counters.hot_saved_bytes)} from them.`;
+}
+
 export function draw(root, { status }) {
   const names = [...new Set([...status.workers, ...status.nodes].map((each) => each.machine))].sort();
   const width = Math.max(280, inner(root.querySelector(".moves")) || inner(root) - 34); // 34: padding and border of a card; 280: before the layout
@@ -94,7 +100,7 @@ export function draw(root, { status }) {
   show(root,
     h("section", { class: "card moves" }, h("h2", {}, "Transfers"), flow(status, width),
       h("p", { class: "hint" }, !status.pool ? "This service has no pool." : !status.pool.is_up ? "The pool's master does not answer; requests run without the pool."
-        : `The pool holds ${many(status.pool.num_objects, "block")}; ${count(counters.hits || 0)} look-ups found theirs, ${count(counters.misses || 0)} did not.`)),
+        : `The pool holds ${many(status.pool.num_objects, "block")}; ${count(counters.hits || 0)} look-ups found theirs, ${count(counters.misses || 0)} did not.${hot(counters)}`)),
     h("div", { class: "two" }, names.map((name) => machine(name,
       status.workers.filter((each) => each.machine === name), status.nodes.filter((each) => each.machine === name)))));
 }

@@ -48,7 +48,10 @@ _GAUGES = {
     "ahead_bytes": "bytes that clients hold for puts to come",
     "orders_in_progress": "copies, offloads and drops that nodes were asked for",
     "objects_away": "objects on SSDs of nodes that are away",
+    "hot_objects": "objects with extra replicas for the readers of hot keys",
+    "hot_bytes": "bytes of memory that these extra replicas take",
 }
+_SAVED = "hot_saved_bytes"  # a counter of bytes, not of events
 _REMOVE, _REMOVE_REPLICAS, _REMOVE_MATCHING = 1, 2, 3  # kinds of numbered calls, in the journal
 
 
@@ -338,7 +341,7 @@ def pool_metrics(stats: m.StoreStats, journal: JournalHealth) -> list[MetricFami
         (each, {"segment": each.name, "node": each.node, "tier": (each.tier.name or "").lower()})
         for each in stats.segments
     ]
-    events = {name: value for name, value in stats.counters.items() if name not in _GAUGES}
+    events = {name: value for name, value in stats.counters.items() if name not in (*_GAUGES, _SAVED)}
     families = [_gauge(f"moonpool_pool_{name}", text, [({}, stats.counters[name])]) for name, text in _GAUGES.items()]
     return [
         *families,
@@ -360,6 +363,12 @@ def pool_metrics(stats: m.StoreStats, journal: JournalHealth) -> list[MetricFami
             "moonpool_pool_used_bytes",
             "bytes of a segment in use",
             [(label, each.used_nbytes) for each, label in segments],
+        ),
+        MetricFamily(
+            f"moonpool_pool_{_SAVED}",
+            "about how much readers took from extra replicas of hot keys instead of the first ones",
+            "counter",
+            [MetricSample(f"moonpool_pool_{_SAVED}_total", {}, stats.counters[_SAVED])],
         ),
         MetricFamily(
             "moonpool_pool_events",

@@ -33,6 +33,7 @@ class PoolRules:
     hot_window_s: float = 10.0  # length of that window in seconds
     hot_max_replicas: int = 2  # DRAM replicas of a hot key, including the first
     hot_max_part: float = 0.1  # fraction of the pool's bytes that these extra replicas may use
+    hot_copies_in_flight: int = 256  # objects that are copied for hot keys at the same time
     order_timeout_s: float = 60.0  # seconds a node has for a copy, move or drop that the master ordered
     task_moves_in_flight: int = 16  # objects that one copy, move or drain task transfers at the same time
 
@@ -45,5 +46,6 @@ class PoolRules:
             raise ConfigError("ssd_high_watermark and hot_max_part are parts of the whole", param="ssd_high_watermark")
         times = (self.lease_s, self.heartbeat_s, self.segment_ttl_s, self.hot_window_s, self.order_timeout_s)
         counts = (self.max_fates, self.step_objects, self.max_objects, self.offloads_in_flight)
-        if min(*times, *counts, self.task_moves_in_flight, self.hot_max_replicas) <= 0:
+        more = (self.task_moves_in_flight, self.hot_max_replicas, self.hot_copies_in_flight)
+        if min(*times, *counts, *more) <= 0:
             raise ConfigError("the times and counts of the pool's rules must be above 0")

@@ -161,6 +161,7 @@ def picture(state: PoolState) -> dict[str, Any]:
         "objects": objects,
         "puts": {put.key: (put.generation, put.places, put.group) for put in state.puts.pending.values()},
         "pins": sorted(each for each in held if each[2]),
+        "hot": {table.keys[slot]: sorted(mark.generations) for slot, mark in table.hot.items()},
         "segments": segments,
     }
 

@@ -29,8 +29,9 @@ RULES: dict[str, Any] = {
     "away_ttl_s": 400.0,
     "max_objects": 64,
     "step_objects": 3,
-    "hot_hits": 3,
+    "hot_hits": 1,
     "hot_max_part": 0.4,
+    "hot_window_s": 6.0,
     "order_timeout_s": 30.0,
     "offloads_in_flight": 3,
     "ssd_high_watermark": 0.8,
@@ -40,7 +41,12 @@ some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4)
 nodes = st.sampled_from(sorted(NODES))
 picks = st.integers(0, 30)
 rarely = st.integers(0, 3).map(lambda number: number == 3)
-EVICTED = (RemovalReason.EVICTED_FOR_PUT, RemovalReason.EVICTED_WATERMARK, RemovalReason.SSD_EVICTED)
+EVICTED = (
+    RemovalReason.EVICTED_FOR_PUT,
+    RemovalReason.EVICTED_FOR_HOT,
+    RemovalReason.EVICTED_WATERMARK,
+    RemovalReason.SSD_EVICTED,
+)
 
 
 class World(RuleBasedStateMachine):
@@ -58,6 +64,8 @@ class World(RuleBasedStateMachine):
         self.claims: list[Claim] = []
         # key, place, version and until when: what readers may read without asking
         self.remembered: list[tuple[bytes, m.Placement, int, float]] = []
+        # key, places in memory and version: what readers remember, or have remembered, and may report to have read
+        self.looked_up: list[tuple[bytes, list[m.Placement], int]] = []
         self.sessions = [2**32 + 1, 2**32 + 2]
         self.next_session = 2**32 + 3
         self.num_pins = 0

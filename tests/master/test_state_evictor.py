@@ -70,6 +70,14 @@ def test_eviction_goes_on_until_there_is_a_long_enough_range() -> None:
     assert keys_of(pool) == [1]
 
 
+def test_puts_that_come_one_by_one_evict_in_the_order_of_the_policy() -> None:
+    """What is left when there is room again is the next to go, not passed over."""
+    pool = Pool("a", granules=40, high_watermark=1.0)
+    for number in range(80):
+        pool.put(b"%d" % number)
+        assert keys_of(pool, 80) == list(range(max(0, number - 39), number + 1))
+
+
 def test_what_is_leased_pinned_or_being_written_never_goes() -> None:
     pool = Pool("a", granules=4)
     pool.put(b"hard", hard_pin=True)

@@ -179,12 +179,28 @@ class PoolMachine(NodeEvents):
             )
             version, remembered_s = self.stored[found.key].generation, self.now_s + found.remember_s
             self.remembered += [(found.key, place, version, remembered_s) for place in found.replicas]
+            places = [place for place in found.replicas if place.segment.endswith(".dram")]
+            self.looked_up = [*self.looked_up[-20:], (found.key, places, version)]
             if holder:
                 self.claims += claims_on(found.replicas, found.nbytes, FOREVER, self._pin_of(holder, found.key))
 
     def _pin_of(self, holder: int, key: bytes) -> tuple[object, ...]:
         self.num_pins += 1
         return "pin", holder, key, self.stored[key].generation, self.num_pins
+
+    @rule(pick=picks)
+    def renew(self, pick: int) -> None:
+        """A reader reports reads of what it remembers, or has remembered: reports may come late."""
+        if not self.looked_up:
+            return
+        key, places, version = self.looked_up[pick % len(self.looked_up)]
+        if places:
+            last = max(place.generation for place in places)
+            renewed = self.state.renew_leases([key], [last], self.now_s, [len(places)])
+            if renewed.is_there == [True]:
+                self._leased(key)
+                remembered_s = self.now_s + renewed.remember_s
+                self.remembered += [(key, place, version, remembered_s) for place in places]
 
     @rule(keys=some_keys)
     def exist(self, keys: list[bytes]) -> None:

@@ -500,4 +500,5 @@ def test_fates_have_numbers_that_stand_in_journals() -> None:
         "NOT_RECOVERED": 9,
         "REPLACED": 10,
         "LOG_DAMAGED": 11,
+        "EVICTED_FOR_HOT": 12,
     }

@@ -76,6 +76,7 @@ EVENTS: list[tuple[float, str, Draw]] = [
         "lookup",
         lambda draw: {"keys": some_keys(draw), "session": draw.randint(0, 6), "prefix": chance(draw, 0.3)},
     ),
+    (4, "renew", lambda draw: {"pick": draw.randint(0, 30)}),
     (2, "exist", lambda draw: {"keys": some_keys(draw)}),
     (
         1,
@@ -105,6 +106,7 @@ def walk(seed: int, num_events: int) -> None:
         getattr(machine, event)(**arguments(draw))
         machine.agrees_with_itself()
         machine.nothing_vanishes_without_reason()
+        machine.readers_remember_no_value_that_a_settled_key_has_not()
         machine.nothing_comes_back()
         machine.listeners_know_what_is_stored()
     machine.teardown()

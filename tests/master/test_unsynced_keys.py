@@ -104,7 +104,7 @@ def test_a_new_replica_is_not_remembered_before_the_disk_has_it(pool: Pool, disk
     (info,) = pool.state.lookup([b"k"], pool.now_s)
     assert info is not None
     assert (len(info.replicas), info.remember_s) == (2, 0.0)
-    generation = info.replicas[0].generation
+    generation = info.replicas[1].generation
     assert pool.state.renew_leases([b"k"], [generation], pool.now_s, (2,)).is_there == [False]
     disk.sync()
     assert remembered_s(pool) == 10.0

@@ -94,6 +94,7 @@ class RemovalReason(IntEnum):
     NOT_RECOVERED = 9
     REPLACED = 10
     LOG_DAMAGED = 11
+    EVICTED_FOR_HOT = 12
 
     @property
     def sentence(self) -> str:
@@ -112,6 +113,7 @@ _SENTENCES = {
     RemovalReason.SSD_EVICTED: "was evicted from SSD, where its last replica was: the disk's share was full",
     RemovalReason.NOT_RECOVERED: "was not there any more when its node, or the master, came back",
     RemovalReason.REPLACED: "was replaced by an upsert",
+    RemovalReason.EVICTED_FOR_HOT: "was evicted: a second replica of an object that is used more took its place",
     RemovalReason.LOG_DAMAGED: "was lost with a damaged part of its node's SSD log, and was nowhere else",
 }
 

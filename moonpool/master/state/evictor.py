@@ -2,9 +2,13 @@
 
 Objects are evicted in three rounds: 0, those that are on SSD already or are not written to one; 1, those that wait to
 be written to SSD; 2, and only for puts, soft-pinned objects. Leased, pinned and hard-pinned objects are never evicted.
+An object that has extra replicas for the readers of a hot key loses these first, and is evicted at the earliest when
+its turn comes again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,6 +22,7 @@ from moonpool.master.state.table import Flag
 _URGENT_CANDIDATES = 4096
 _URGENT_SLOTS = 2**16  # the most slots that it scans when the table is full
 _SCAN_SLOTS = 4096
+MayGo = Callable[[Sequence[int]], bool]  # of an object with its group, as slots
 
 
 class Evictor:
@@ -45,6 +50,24 @@ class Evictor:
             if self._segments.used_nbytes <= before - nbytes:
                 break
         return self._segments.used_nbytes < before
+
+    def make_way(self, nbytes: int, may_go: MayGo, now_s: float, limit: int) -> int:
+        """Evict what would be evicted next, until `nbytes` are free or the next object may not go. Check at most
+        `limit` candidates, and return how many.
+        """
+        target = self._segments.used_nbytes - nbytes
+        return self._evict(target, 0, RemovalReason.EVICTED_FOR_HOT, now_s, limit, may_go)
+
+    def next_victims(self, now_s: float, limit: int) -> Sequence[int]:
+        """Return what would be evicted next, an object with its group; empty if none of the next `limit` candidates may
+        be evicted now.
+        """
+        for looked_at, slot in enumerate(self._index.policy.victims() if len(self._index.policy) else ()):
+            if looked_at >= limit:
+                break
+            if self._round_of(slot, now_s) == 0:
+                return self._index.table.group_members(slot)
+        return ()
 
     def make_slots(self, count: int, now_s: float) -> None:
         """Evict `count` objects if possible: first objects that are only on SSD and were not used lately, then others
@@ -108,18 +131,30 @@ class Evictor:
         self._evicting = self._segments.used_nbytes > target
         return self._evicting and (self._segments.used_nbytes < used or goes_on)
 
-    def _evict(self, target: int, last_round: int, reason: RemovalReason, now_s: float, limit: int) -> int:
-        """Evict until at most `target` bytes are used. Return how many candidates were checked."""
+    def _evict(
+        self,
+        target: int,
+        last_round: int,
+        reason: RemovalReason,
+        now_s: float,
+        limit: int,
+        may_go: MayGo | None = None,
+    ) -> int:
+        """Evict until at most `target` bytes are used, or the next object may not go. Return how many candidates were
+        checked.
+        """
         looked_at = 0
-        policy = self._index.policy
-        if limit <= 0 or not len(policy):
-            return 0
-        for slot in policy.victims():
-            if self._segments.used_nbytes <= target or looked_at >= limit:
+        victims = self._index.policy.victims() if len(self._index.policy) else iter(())
+        while self._segments.used_nbytes > target and looked_at < limit:
+            slot = next(victims, None)
+            if slot is None:
                 break
             looked_at += 1
-            if self._round_of(slot, now_s) <= last_round:
-                self._evict_one(slot, reason, now_s)
+            if self._round_of(slot, now_s) > last_round:
+                continue
+            if may_go is not None and not may_go(self._index.table.group_members(slot)):
+                break
+            self._evict_one(slot, reason, now_s)
         return looked_at
 
     def _round_of(self, slot: int, now_s: float) -> int:
@@ -149,7 +184,11 @@ class Evictor:
 
     def _evict_one(self, slot: int, reason: RemovalReason, now_s: float) -> None:
         index, table = self._index, self._index.table
-        for each in table.group_members(slot):
+        members = table.group_members(slot)
+        with_extra = [each for each in members if each in table.hot]
+        for each in with_extra:
+            index.drop_hot_replicas(each, now_s)
+        for each in () if with_extra else members:
             if not table.dram_segment[each]:
                 continue
             index.counters["evicted"] += 1

@@ -67,6 +67,11 @@ def _check_table(table: ObjectTable) -> None:
     dormant = [slot for slot in slots if table.flags[slot] & Flag.DORMANT]
     assert len(dormant) == table.num_dormant, "dormant objects are counted"
     assert set(table.extras) == {slot for slot in slots if table.flags[slot] & Flag.EXTRA}, "extra replicas are marked"
+    hot_nbytes = 0
+    for slot, mark in table.hot.items():
+        assert mark.generations <= {each.generation for each in table.extras[slot]}, "replicas for readers are extra"
+        hot_nbytes += len(mark.generations) * num_granules(table.nbytes[slot]) * GRANULE_NBYTES
+    assert table.hot_nbytes == hot_nbytes, "replicas for readers are counted"
     assert set(table.group_of) == {slot for slot in slots if table.flags[slot] & Flag.GROUPED}, "groups are marked"
     members = {slot for group in table.groups.values() for slot in group}
     assert members == set(table.group_of), "groups know their members"

@@ -34,7 +34,8 @@ class PoolObjects:
         self.policy = policy
         self.pins = PinTable()
         self.outcomes = outcomes
-        self.counters = dict.fromkeys(("stored", "removed", "evicted", "evicted_ssd", "corrupt_replicas", "lost"), 0)
+        counted = "stored removed evicted evicted_ssd corrupt_replicas lost hot_replicas hot_dropped"
+        self.counters = dict.fromkeys(counted.split(), 0)
         self.on_record_unwanted: Callable[[bytes, int, Replica, float], None] = lambda key, nbytes, replica, now_s: None
         # Called with key, size, DRAM replicas that left the object, and until when a reader may remember them.
         self.on_replicas_left: Callable[[bytes, int, Sequence[Replica], float, float], None] = lambda *_: None
@@ -255,11 +256,26 @@ class PoolObjects:
             self.drop_replicas(slot, lost, now_s, is_written=True)
             self.table.lease_until_s[slot] = lease_until_s
 
-    def set_dram(self, slot: int, replicas: Sequence[Replica]) -> None:
-        """Replace the DRAM replicas. The caller frees the space of those that are gone."""
+    def drop_hot_replicas(self, slot: int, now_s: float) -> None:
+        """Remove the replicas that the object has for the readers of a hot key. Their space is free when no reader can
+        use it any more: now if the object is neither leased nor pinned.
+        """
+        mark = self.table.hot.get(slot)
+        if mark is not None:
+            gone = [each for each in self.table.extras[slot] if each.generation in mark.generations]
+            self.counters["hot_dropped"] += len(gone)
+            self.drop_replicas(slot, gone, now_s)
+
+    def set_dram(self, slot: int, replicas: Sequence[Replica], *, hot: int | None = None) -> None:
+        """Replace the DRAM replicas. The caller frees the space of those that are gone. `hot` is the generation of one
+        that was made for the readers of a hot key; if the object has lost all others meanwhile, it is not extra.
+        """
         table = self.table
         before = bool(table.dram_segment[slot])
         table.set_dram(slot, replicas)
+        if hot is not None:
+            table.set_hot(slot, {hot, *(table.hot[slot].generations if slot in table.hot else ())})
+            self.counters["hot_replicas"] += 1
         kept = table.flags[slot] & KEPT
         if before and not replicas and not kept:
             self.policy.remove(slot)

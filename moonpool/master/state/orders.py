@@ -7,6 +7,7 @@ the node is gone. Then the callback of the order is called once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from moonpool.base.errors import Corrupt, DeadlineExceeded, NotFound, PeerLost
 from moonpool.master.rules import PoolRules
@@ -112,6 +113,15 @@ class OrderBook:
 OnCopied = Callable[[bytes, Refusal | None, float], None]
 
 
+class _Target(NamedTuple):
+    """Where a copy under way is written, and whether it is made for the readers of a hot key."""
+
+    place: Place
+    nbytes: int
+    on_copied: OnCopied | None
+    is_hot: bool
+
+
 class Copies:
     def __init__(
         self,
@@ -126,7 +136,7 @@ class Copies:
         self._segments = segments
         self._space = space
         self._orders = orders
-        self._targets: dict[int, tuple[Place, int, OnCopied | None]] = {}  # by generation: place, size, callback
+        self._targets: dict[int, _Target] = {}  # by generation
         self._busy: set[bytes] = set()  # keys that are being copied
         self.on_record_corrupt: Callable[[bytes, int], None] = lambda key, generation: None
 
@@ -142,34 +152,46 @@ class Copies:
         """Order one more DRAM replica of the object. Return False if a copy is under way, there is no space, or no
         replica can be read. The space belongs to the order until the node has answered.
         """
+        if not self.can_start(slot):
+            return False
+        nbytes = self._index.table.nbytes[slot]
+        (found,) = self._space.place([nbytes], preferred=preferred, avoid_nodes=avoid_nodes)
+        if not found:
+            return False
+        self.start_at(slot, found[0], now_s, on_copied=on_copied)
+        return True
+
+    def can_start(self, slot: int) -> bool:
+        """Return whether a replica of the object can be read and no copy of it is under way."""
+        return self._index.table.key(slot) not in self._busy and bool(self._index.placements(slot))
+
+    def start_at(
+        self, slot: int, place: Place, now_s: float, *, on_copied: OnCopied | None, is_hot: bool = False
+    ) -> None:
+        """Order one more DRAM replica of an object that can_start(), at a place that is allocated for it. `is_hot`: for
+        the readers of a hot key.
+        """
         key, nbytes = self._index.table.key(slot), self._index.table.nbytes[slot]
-        sources = self._index.placements(slot)
-        if key in self._busy or not sources:
-            return False
-        places = self._space.place([nbytes], preferred=preferred, avoid_nodes=avoid_nodes)
-        if not places[0]:
-            return False
-        generation, (target,) = self._space.stamp_one(places[0])
-        place = places[0][0]
-        self._targets[generation] = (place, nbytes, on_copied)
+        source = self._index.placements(slot)[0]
+        generation, (target,) = self._space.stamp_one([place])
+        self._targets[generation] = _Target(place, nbytes, on_copied, is_hot)
         self._busy.add(key)
         node, version = self._segments.by_number[place[0]].node, self._index.table.version[slot]
-        self._orders.add(node, OrderKind.COPY, key, nbytes, version, sources[0], target, self._on_done, now_s)
-        return True
+        self._orders.add(node, OrderKind.COPY, key, nbytes, version, source, target, self._on_done, now_s)
 
     def is_copying(self, key: bytes) -> bool:
         return key in self._busy
 
     def spans(self) -> Iterator[tuple[Place, int]]:
         """Yield the space granted to copies that are under way."""
-        for place, nbytes, _ in self._targets.values():
-            yield place, nbytes
+        for each in self._targets.values():
+            yield each.place, each.nbytes
 
     def _on_done(self, opened: OpenOrder, result: OrderResult, now_s: float) -> None:
         order = opened.order
         assert order.target is not None
         generation = order.target.generation
-        place, nbytes, on_copied = self._targets.pop(generation)
+        place, nbytes, on_copied, is_hot = self._targets.pop(generation)
         self._busy.discard(order.key)
         refusal = result.refusal
         slot = self._index.table.find(order.key)
@@ -183,7 +205,8 @@ class Copies:
             self._space.free([place], nbytes)
             refusal = _GONE
         else:
-            self._index.set_dram(slot, [*self._index.table.dram_replicas(slot), Replica(*place, generation)])
+            replicas = [*self._index.table.dram_replicas(slot), Replica(*place, generation)]
+            self._index.set_dram(slot, replicas, hot=generation if is_hot else None)
             self._index.mark_readable(slot)
         if refusal is not None and refusal.code == Corrupt.code:
             source = order.source

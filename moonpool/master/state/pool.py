@@ -25,6 +25,7 @@ from moonpool.master.state.ahead import SpaceAhead
 from moonpool.master.state.answers import Answers
 from moonpool.master.state.changes import Changes
 from moonpool.master.state.evictor import Evictor
+from moonpool.master.state.hot_replicas import HotReplicas
 from moonpool.master.state.index import ObjectIndex
 from moonpool.master.state.integrity import check_pool, object_spans
 from moonpool.master.state.listing import ObjectListing, remove, remove_replicas
@@ -33,7 +34,7 @@ from moonpool.master.state.objects import FIRST_SESSION
 from moonpool.master.state.orders import Copies, OrderBook
 from moonpool.master.state.promotions import AskedPromotions
 from moonpool.master.state.puts import Puts
-from moonpool.master.state.reads import HotKeys, ReadState
+from moonpool.master.state.reads import ReadState
 from moonpool.master.state.records import Outcomes
 from moonpool.master.state.segments import Place, SegmentTable
 from moonpool.master.state.space import EPOCH_BITS, Generations, PoolSpace
@@ -77,10 +78,10 @@ class PoolState:
         self.copies = Copies(rules, index, segments, self.space, self.orders)
         self.ssd = SsdTier(rules, index, segments, self.orders, self.copies, self.generations)
         self.promotions = AskedPromotions(index, segments, self.ssd)
-        self._hot = HotKeys(rules, index, segments, self.copies)
+        self.hot = HotReplicas(rules, index, segments, self.space, self.copies, self._evictor)
         self.voids = Voids(rules, segments, self.orders, self.outcomes, self.puts.pending)
         index.on_replicas_left = self.voids.on_replicas_left
-        self._reads = ReadState(rules, index, self.ssd, self._hot, self.voids)
+        self._reads = ReadState(rules, index, self.ssd, self.hot, self.voids)
         self._listing = ObjectListing(index)
         self._tasks = Tasks(rules, first_id, index, segments, self.space, self.copies)
         self.members = Members(
@@ -345,12 +346,13 @@ class PoolState:
         freeing = self.space.free_due(now_s, limit)
         late = self.orders.expire(now_s, limit) or late
         sweeping = self.index.losses.sweep(now_s, limit)
+        cooling = self.hot.step(now_s, limit)
         evicting = self._evictor.evict_to_watermark(now_s, limit)
         if self.ssd.queues:
             evicting = self.ssd.evict(now_s, limit) or evicting
             self.ssd.start_offloads(now_s)
         moving = self._tasks.step(now_s, limit)
-        return late or freeing or sweeping or evicting or moving
+        return late or freeing or sweeping or cooling or evicting or moving
 
     # questions
 
@@ -365,21 +367,23 @@ class PoolState:
             if identity and mine and mine != identity:
                 return f"this object is stored with another identity ({mine.hex()[:16]}): its bytes are not for you"
             places = ", ".join(each.segment for each in self.index.placements(slot))
-            return f"this object is stored: {table.nbytes[slot]} bytes on {places}{self._kept_by(slot, now_s)}"
+            return f"this object is stored: {table.nbytes[slot]} bytes on {places}{self._more_about(slot, now_s)}"
         put = self.puts.pending.get(key)
         if put is not None:
             return f"this object is being written since {now_s - put.renewed_s:.1f} s"
         return self.index.removals.explain(key, now_s)
 
-    def _kept_by(self, slot: int, now_s: float) -> str:
-        """Return what keeps the object from removal and eviction, as the end of a sentence; empty if nothing does."""
+    def _more_about(self, slot: int, now_s: float) -> str:
+        """Return why the object has extra replicas, and what keeps it from removal and eviction, as the end of a
+        sentence; empty if there is nothing to say.
+        """
         table = self.index.table
         flags, left_s = table.flags[slot], table.lease_until_s[slot] - now_s
         pins = {Flag.PINNED: "a process has it open", Flag.HARD_PIN: "it is pinned"}
         reasons = [text for flag, text in pins.items() if flags & flag]
         if left_s > 0:
             reasons.append(f"the lease of its last reader ends in {left_s:.1f} s")
-        return "; " + " and ".join(reasons) if reasons else ""
+        return "".join(f"; {each}" for each in (*self.hot.explain(slot, now_s), " and ".join(reasons)) if each)
 
     def stats(self) -> m.StoreStats:
         counters = {
@@ -387,13 +391,15 @@ class PoolState:
             **self.puts.counters,
             **self.index.counters,
             **self.ssd.counters,
-            **self._hot.counters,
+            **self.hot.counters,
             **self.orders.counters,
             **self.generations.counters,
             "puts_in_progress": len(self.puts.pending),
             "ahead_bytes": self.puts.ahead_nbytes,
             "orders_in_progress": len(self.orders),
             "objects_away": self.index.table.num_dormant,
+            "hot_objects": len(self.index.table.hot),
+            "hot_bytes": self.index.table.hot_nbytes,
         }
         no_objects = Counter(number for (number, _), _ in self._spans_of_no_object())
         return m.StoreStats(

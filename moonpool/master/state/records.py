@@ -164,6 +164,7 @@ class Placed(Record):
     groups: dict[int, bytes]  # by position
     soft_pins_s: dict[int, float]  # by position, seconds from now; in snapshots only
     parents: dict[int, bytes] = {}  # by position: key of the parent, if it exists; b"": the key before
+    hot: dict[int, list[int]] = {}  # by position: generations of the replicas that are there for readers alone
 
     def add(self, table: ObjectTable, slot: int) -> None:
         """Append the object in that slot."""
@@ -172,6 +173,8 @@ class Placed(Record):
             self.groups[at] = table.group_of[slot]
         if parent is not None:
             self.parents[at] = b"" if at and self.keys[-1] == parent else parent
+        if slot in table.hot:
+            self.hot[at] = sorted(table.hot[slot].generations)
         self.keys.append(table.key(slot))
         self.versions.append(table.version[slot])
         self.sizes.append(table.nbytes[slot])

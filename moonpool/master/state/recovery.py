@@ -233,6 +233,7 @@ class _Recovery:
                 slot = self._insert(record, at)
             else:
                 index.set_dram(slot, dram)
+            table.set_hot(slot, record.hot.get(at, ()))
             table.set_ssd(slot, ssd)
 
     def _leave_out(self, key: bytes, slot: int | None) -> None:
@@ -298,6 +299,7 @@ class _Recovery:
         state.voids.wait_for(self._unsettled, self._now_s + state.rules.lease_s)
         state.answers.finish_restore(state.voids.last_number)
         state.ssd.restore()
+        state.hot.begin(self._now_s)
         self._start_sweep()
         state.members.unseen_sessions = self._pins.sessions() | state.puts.sessions()
         index.counters.update(dict.fromkeys(index.counters, 0))

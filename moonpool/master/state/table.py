@@ -7,13 +7,15 @@ garbage collector visits nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.master.state.key_index import FEW, Column, KeyIndex
+from moonpool.store.messages import GRANULE_NBYTES, num_granules
 
 
 class Replica(NamedTuple):
@@ -22,6 +24,16 @@ class Replica(NamedTuple):
     segment: int
     offset: int
     generation: int
+
+
+class HotMark:
+    """The generations of the extra replicas that an object has for the readers of a hot key, and what they saved."""
+
+    __slots__ = ("generations", "saved_nbytes")
+
+    def __init__(self) -> None:
+        self.generations: set[int] = set()
+        self.saved_nbytes = 0
 
 
 # Offset of an SSD record that may exist: its node has not reported yet.
@@ -69,8 +81,10 @@ class ObjectTable:
         self.ssd_segment, self.ssd_segments = self._column("ssd_segment", "I")
         self.ssd_offset, self.ssd_offsets = self._column("ssd_offset", "Q")
         self.ssd_generation, _ = self._column("ssd_generation", "Q")
+        self.use, self.uses = self._column("use", "Q")  # how often it was used lately (uses.py)
         self.extras: dict[int, list[Replica]] = {}
-        self.extra_nbytes = 0  # of all extra replicas
+        self.hot: OrderedDict[int, HotMark] = OrderedDict()  # objects with extra replicas for readers
+        self.hot_nbytes = 0  # of these replicas
         self.soft_pins: dict[int, float] = {}  # slot -> until when
         self.group_of: dict[int, bytes] = {}
         self.groups: dict[bytes, set[int]] = {}
@@ -147,12 +161,14 @@ class ObjectTable:
         if flags & Flag.GROUPED:
             self._leave_group(slot)
         if flags & Flag.EXTRA:
-            self.extra_nbytes -= self.nbytes[slot] * len(self.extras.pop(slot))
+            del self.extras[slot]
+            self.set_hot(slot, ())
         if flags & Flag.DORMANT:
             self.num_dormant -= 1
         self.keys[slot] = None
         self.flags[slot] = 0
         self.lease_until_s[slot] = 0.0
+        self.use[slot] = 0
         self.identity[slot] = 0
         self.parent[slot] = 0
         self.child[slot] = 0
@@ -202,12 +218,25 @@ class ObjectTable:
         else:
             self.dram_segment[slot], self.dram_offset[slot], self.dram_generation[slot] = replicas[0]
         if self.flags[slot] & Flag.EXTRA:
-            self.extra_nbytes -= self.nbytes[slot] * len(self.extras.pop(slot))
+            del self.extras[slot]
             self.flags[slot] &= ~Flag.EXTRA
         if len(replicas) > 1:
-            self.extra_nbytes += self.nbytes[slot] * (len(replicas) - 1)
             self.extras[slot] = list(replicas[1:])
             self.flags[slot] |= Flag.EXTRA
+        mark = self.hot.get(slot)
+        if mark is not None:
+            self.set_hot(slot, mark.generations)
+
+    def set_hot(self, slot: int, generations: Iterable[int]) -> None:
+        """State which of the object's extra replicas are there for readers alone; its first one never is."""
+        mark = self.hot.get(slot) or HotMark()
+        wanted = {each.generation for each in self.extras.get(slot, ())}.intersection(generations)
+        self.hot_nbytes += (len(wanted) - len(mark.generations)) * num_granules(self.nbytes[slot]) * GRANULE_NBYTES
+        mark.generations = wanted
+        if wanted:
+            self.hot[slot] = mark
+        else:
+            self.hot.pop(slot, None)
 
     def set_ssd(self, slot: int, replica: Replica | None) -> None:
         if replica is None:

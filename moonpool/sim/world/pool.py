@@ -285,7 +285,7 @@ class SimPool:
 
     def _execute_order(self, node: str, order: Order) -> None:
         source = self._node_of[order.source.segment]
-        if order.kind is OrderKind.DROP:
+        if order.kind in (OrderKind.DROP, OrderKind.VOID):
             self._order_done(OrderResult(order.order_id))
         elif order.kind is OrderKind.OFFLOAD:
             offset = self._log_end.get(node, 0)

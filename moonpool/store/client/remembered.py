@@ -143,7 +143,7 @@ class RememberedPlaces:
 
     def _report(self, uses: dict[bytes, ObjectInfo]) -> None:
         asked_s = self._clock.now_s()
-        generations = [info.replicas[0].generation for info in uses.values()]
+        generations = [max([each.generation for each in info.replicas]) for info in uses.values()]
         counts = tuple([len(info.replicas) for info in uses.values()])
         try:
             renewed = self._master.call(RenewLeases(list(uses), generations, counts))

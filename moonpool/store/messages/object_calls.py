@@ -164,11 +164,12 @@ class Promote(Call[int]):
 
 
 class RenewLeases(Call[RenewedLeases]):
-    """The caller has read these objects where it remembered them to be: in memory, with these generations. Count these
-    uses, and lease the objects that are still there.
+    """The caller has read these objects where it remembered them to be: in memory, in `num_replicas` places (empty: in
+    one), the last of which was granted with the generation in `generations`. Count these uses, and lease the objects
+    that are still there.
 
-    `num_replicas` is how many replicas in memory the caller remembers of each. An object that has more since, because
-    it is hot, counts as not there: the caller looks it up again and finds them. Empty: do not compare.
+    An object that has got a replica since, or lost one, counts as not there. The caller looks it up again: it must not
+    go on to remember a replica that is not the object's any more, since an upsert would not have that one voided.
     """
 
     keys: list[bytes]

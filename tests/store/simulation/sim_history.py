@@ -16,7 +16,12 @@ from moonpool.master.state.changes import RemovalReason
 SPARE_S = 2.0  # of view_ledger.py: so that keys are often viewed again before that
 
 NEVER_S = float("inf")
-_EVICTED = (RemovalReason.EVICTED_WATERMARK, RemovalReason.EVICTED_FOR_PUT, RemovalReason.SSD_EVICTED)
+_EVICTED = (
+    RemovalReason.EVICTED_WATERMARK,
+    RemovalReason.EVICTED_FOR_PUT,
+    RemovalReason.EVICTED_FOR_HOT,
+    RemovalReason.SSD_EVICTED,
+)
 # The last one: a node that lost power finds the part of its log damaged that was not on disk yet.
 _LOST = (RemovalReason.NODE_GONE, RemovalReason.NOT_RECOVERED, RemovalReason.LOG_DAMAGED)
 

@@ -18,6 +18,7 @@ import moonpool.store.client.small_read
 import moonpool.store.client.views
 from moonpool.master.state.ahead import SpaceAhead
 from moonpool.master.state.answers import Answers
+from moonpool.master.state.hot_replicas import HotReplicas
 from moonpool.master.state.members import Members
 from moonpool.master.state.orders import Copies
 from moonpool.master.state.pins import PinTable
@@ -179,6 +180,18 @@ def _answers_are_forgotten_in_a_restart() -> list[Change]:
     return [(Answers, "restore", lambda self, record: None)]
 
 
+def _replicas_stay_when_their_key_has_cooled() -> list[Change]:
+    return [(HotReplicas, "_review", lambda self, now_s, limit: False)]
+
+
+def _reports_of_replicas_that_left_renew_them() -> list[Change]:
+    def has_some(self: ReadState, slot: int, last_generation: int, num_replicas: int) -> bool:
+        found = self._index.table.dram_replicas(slot)
+        return 0 < len(found) <= num_replicas and found[0].generation <= last_generation
+
+    return [(ReadState, "_has_replicas", has_some)]
+
+
 MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "discard frees at once": _discard_frees_at_once,
     "sessions hold nothing": _sessions_hold_nothing,
@@ -205,6 +218,8 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "unanswered recounts are forgotten": _unanswered_recounts_are_forgotten,
     "what is not synced is remembered": _what_is_not_synced_is_remembered,
     "every generation is believed": _every_generation_is_believed,
+    "replicas stay when their key has cooled": _replicas_stay_when_their_key_has_cooled,
+    "reports of replicas that left renew them": _reports_of_replicas_that_left_renew_them,
     "answers are forgotten in a restart": _answers_are_forgotten_in_a_restart,
 }
 

@@ -123,7 +123,9 @@ class Simulation:
         return member.is_alive and not self._programs[member.name].is_over
 
     def _judge(self) -> None:
-        """All that was acknowledged is there; no key is blocked; and all of it goes when it is told to."""
+        """All that was acknowledged is there; no key is blocked; what nobody reads has no replicas for its readers; and
+        all of it goes when it is told to.
+        """
         world = self.world
         self._wait_for("the store to come to rest", self._is_quiet)
         world.check_state()
@@ -131,6 +133,7 @@ class Simulation:
         world.clients.append(member)
         world.spawn_client(member)
         self._ask(member, self._read_all)
+        self._wait_for("the replicas of keys that are not hot any more to go", lambda: not world.state.index.table.hot)
         self._ask(member, lambda client: client.remove_all(force=True))
         self._wait_for("all space to be free", self._is_empty)
         self._ask(member, self._use_every_key)
