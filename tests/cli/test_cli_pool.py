@@ -23,8 +23,10 @@ from waiting import HANG_S
 from moonpool.base.cluster import CONDUCTOR_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
 from moonpool.base.rpc import AsyncClient
 from moonpool.cli.main import main
+from moonpool.cli.stat import _as_lines
 from moonpool.conductor.service import Conductor, ConductorConfig
 from moonpool.store import Store
+from moonpool.store.messages import StoreStats
 
 MOONPOOL = [sys.executable, "-m", "moonpool"]
 WORKER = WorkerInfo(
@@ -195,6 +197,19 @@ def test_stat_tells_the_hit_rate_in_words_and_as_a_number(master: str) -> None:
     assert f"hit rate: {stats['hit_rate']:.1%} ({hits:,} of {hits + misses:,} look-ups found their object)" in shown
     assert " = " not in shown, "no raw counters"
     moonpool(master, "rm", "hit", "--force")
+
+
+def test_stat_tells_of_hot_keys() -> None:
+    counters = {"hot_objects": 64, "hot_bytes": 2 * 10**6, "hot_replicas": 70, "hot_dropped": 6, "hot_reads": 1234}
+    stats = StoreStats(100, 10**8, 9 * 10**7, (), {**counters, "hot_saved_bytes": 5 * 10**8, "evicted": 3})
+    assert _as_lines(stats, [], None, None)[2:] == [
+        "hot keys: 64 objects have extra replicas, 2 MB (2.0% of memory)",
+        "  since the master started: 70 made, 6 dropped; 1,234 reads took about 500 MB from them",
+        "journal: none; a restarted master does not know the objects in memory",
+        "since the master started: 3 evicted",
+    ]
+    none = StoreStats(100, 10**8, 9 * 10**7, (), dict.fromkeys([*counters, "hot_saved_bytes"], 0))
+    assert "hot" not in "\n".join(_as_lines(none, [], None, None))
 
 
 async def test_stat_tells_of_workers(master: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

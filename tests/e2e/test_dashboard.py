@@ -182,6 +182,25 @@ def test_the_transfers_are_drawn_within_their_card(browser: Browser, service: Se
     page.close()
 
 
+def test_the_cluster_view_tells_what_hot_keys_take_and_save(page: LivePage) -> None:
+    """The figures are the master's; a service with one node has none, so they are put into its answer."""
+    hot = {"hot_objects": 64, "hot_bytes": 33_600_000, "hot_replicas": 70, "hot_saved_bytes": 1_250_000_000}
+
+    def answer(route: BrowserRoute) -> None:
+        reply = route.fetch()
+        status = reply.json()
+        status["pool"]["counters"] |= hot
+        route.fulfill(response=reply, json=status)
+
+    expect(page.open("cluster").locator(".moves .hint")).to_contain_text("look-ups found theirs")
+    expect(page.tab.locator(".moves .hint")).not_to_contain_text("Hot keys")
+    page.tab.route("**/v1/status*", answer)
+    expect(page.tab.locator(".moves .hint")).to_contain_text(
+        "Hot keys: 64 blocks with extra replicas (33.6 MB); readers took about 1.3 GB from them."
+    )
+    page.tab.unroute_all(behavior="wait")
+
+
 @pytest.mark.parametrize("missing", ["measured_nbytes_s", "pulled_tokens_s", "computed_tokens_s", "min_tokens"])
 def test_predictions_when_nothing_limits_a_pull_yet(page: LivePage, missing: str) -> None:
     """JSON has null for what is infinite, as after pulls that took equally long whatever their size."""
