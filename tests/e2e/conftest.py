@@ -45,10 +45,11 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def one_each(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Service]:
-    """One prefill, one decode worker, with the small model; each request is traced."""
+    """One prefill, one decode worker, with the small model, and a node with an SSD tier; each request is traced."""
     model = small_model(tmp_path_factory.mktemp("model") / "small")
+    ssd = ("--ssd", str(tmp_path_factory.mktemp("disk") / "ssd"), "--ssd-size", "1GB")
     options = ("--model", str(model), "--random-weights", "--otlp", collector.url)
-    yield from _shared("one_each", tmp_path_factory, *options, *TAKE_ALL)
+    yield from _shared("one_each", tmp_path_factory, *options, *ssd, *TAKE_ALL)
 
 
 @pytest.fixture(scope="session")

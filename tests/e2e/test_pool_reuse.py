@@ -5,6 +5,9 @@ A hit in a worker's own pages does not count here: the bytes that workers read f
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import httpx
 import pytest
 from e2e_service import BLOCK_TOKENS, Answer, Service, keys_of
@@ -13,7 +16,7 @@ from waiting import HANG_S, wait_until
 
 from moonpool.base.keys import object_key
 from moonpool.store.messages import SERVICE as STORE
-from moonpool.store.messages import Exist
+from moonpool.store.messages import Exist, Tier
 
 
 def long_prompt(seed: int, num_tokens: int = 1500) -> list[int]:
@@ -39,6 +42,49 @@ def test_after_kill_9_the_pool_answers_for_the_lost_pages(one_each: Service) -> 
     assert one_each.stats("prefill-0").cached_pages == 0
     warm = one_each.generate(prompt)
     check_reused(one_each, "prefill-0", cold, warm, prompt)
+
+
+def test_a_prefix_that_only_the_ssd_has_is_read_from_there(one_each: Service) -> None:
+    """Over HTTP. The node dies, and what it had in memory; so does the worker, with its pages."""
+    prompt, num_blocks = long_prompt(6), 1500 // BLOCK_TOKENS
+    body = {"model": "small", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    num_before = num_objects(one_each)[Tier.SSD]
+    cold = completion(one_each, body)
+    wait_until(lambda: num_objects(one_each)[Tier.SSD] >= num_before + num_blocks, "its blocks are on SSD")
+    node = one_each.role_pid("node")
+    one_each.role("node").kill()
+    wait_until(lambda: one_each.role_pid("node") not in (None, node), "the node is started again")
+    one_each.kill_and_wait_back("prefill-0")
+    wait_until(lambda: num_objects(one_each).keys() == {Tier.DRAM, Tier.SSD}, "its memory and its disk are in the pool")
+    assert num_objects(one_each)[Tier.DRAM] == 0
+    worker, pulled_before = one_each.role("prefill-0"), pulled_tokens(one_each)
+    read_before = worker.io_counters().read_chars
+    warm = completion(one_each, body)
+    assert warm["choices"] == cold["choices"]
+    assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (cold, warm)] == [0, num_blocks * 64]
+    pulled = {tier: number - pulled_before[tier] for tier, number in pulled_tokens(one_each).items()}
+    assert pulled == {"dram": 0.0, "ssd": num_blocks * 64.0, "remote": 0.0}
+    nbytes = num_blocks * one_each.status().workers[0].info.page_nbytes
+    assert one_each.stats("prefill-0").pool_read_nbytes >= nbytes, "this process has read nothing from the pool before"
+    assert worker.io_counters().read_chars - read_before >= nbytes, "by system calls that read files"
+
+
+def completion(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    reply = httpx.post(f"{service.url}/v1/completions", json=body, timeout=HANG_S)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def num_objects(service: Service) -> dict[Tier, int]:
+    """The replicas on segments that are in use, by tier."""
+    with service.store() as store:
+        return {each.tier: each.num_objects for each in store.stats().segments if each.status == "ok"}
+
+
+def pulled_tokens(service: Service) -> dict[str, float]:
+    page = httpx.get(f"{service.url}/metrics", timeout=HANG_S).text
+    found = re.findall(r'^moonpool_pulled_tokens_total{.*tier="(\w+)".*} (\S+)$', page, re.M)
+    return {tier: float(number) for tier, number in found}
 
 
 def test_another_prefill_worker_takes_it(two_each: Service) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+from letter_codec import LetterCodec
 from waiting import HANG_S, until
 
 from moonpool.base.cluster import REQUEST_LIMITS, WORKER_SERVICE, RegisterWorker, WorkerInfo, WorkerRole
@@ -42,40 +43,12 @@ from moonpool.worker.messages import (
 )
 
 BLOCK_TOKENS = 4
-VOCAB_SIZE = 512
 EOS = 0
 MAX_MODEL_LEN = 400
 MODEL = "toy"
 IDENTITY = bytes(range(32))
 HANDOFF_S = 0.001  # that prefill workers report
 _INCARNATIONS = itertools.count(1)
-
-
-class LetterCodec:
-    """One token per character."""
-
-    vocab_size = VOCAB_SIZE
-    max_token_chars = 1
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return [ord(letter) % VOCAB_SIZE for letter in text]
-
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
-
-    def token_text(self, token: int) -> str:
-        return chr(token)
-
-    def stream(self) -> LetterDecoder:
-        return LetterDecoder()
-
-
-class LetterDecoder:
-    def push(self, *tokens: int) -> str:
-        return "".join(map(chr, tokens))
-
-    def flush(self) -> str:
-        return ""
 
 
 def next_token(tokens: Sequence[int], seed: int) -> int:

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 import openai
 import pytest
-from frontend_cluster import MAX_MODEL_LEN, MODEL, LetterCodec, ToyCluster, chat_prompt, expected
+from frontend_cluster import MAX_MODEL_LEN, MODEL, ToyCluster, chat_prompt, expected
+from letter_codec import LetterCodec
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import (
     ChatCompletion,

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import itertools
 
-from frontend_cluster import LetterDecoder
 from hypothesis import given
 from hypothesis import strategies as st
+from letter_codec import LetterDecoder
 
 from moonpool.frontend.text import StopMatcher, TextAssembler, TextDelta
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-from frontend_cluster import MODEL, LetterCodec, load_toy
+from frontend_cluster import MODEL, load_toy
+from letter_codec import LetterCodec
 from waiting import until
 
 from moonpool.base.errors import InvalidInput, MoonpoolError, Overloaded, PromptTooLong, Unavailable
