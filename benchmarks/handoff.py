@@ -19,21 +19,21 @@ adopted, and which requests each step computes. From that come counts, over all 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 from _live_load import VOCAB, Service, ask, llama
+
+from moonpool.bench.report import BenchReport, bench_parser
 
 SHAPE = llama(512, 1408)
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 32, 40, 24
@@ -127,14 +127,14 @@ class Burst(NamedTuple):
         return most
 
 
-def rows(alone: Sequence[Burst], handed: Sequence[Burst]) -> Iterator[dict[str, object]]:
+def report_on(report: BenchReport, alone: Sequence[Burst], handed: Sequence[Burst]) -> None:
     for name, percent in (("p50", 50), ("p90", 90)):
         ours, base = (
             statistics.median(statistics.quantiles(burst.ttft_s, n=100)[percent - 1] for burst in bursts)
             for bursts in (handed, alone)
         )
-        claim = {"limit": LIMIT, "ok": ours <= LIMIT * base} if percent == 50 else {}
-        yield _row(f"TTFT {name} of {NUM_PROMPTS} prompts at once", 1e3 * ours, "ms", 1e3 * base, **claim)
+        at_most = 1e3 * LIMIT * base if percent == 50 else None
+        report.add(f"TTFT {name} of {NUM_PROMPTS} prompts at once", 1e3 * ours, "ms", 1e3 * base, at_most=at_most)
     for case, unit, counts, claimed in (
         ("prompt's end to first token", "commits", [burst.commits_before_answers() for burst in handed], 0),
         ("prompt's end to first token", "steps", [burst.steps_between("ended", "answered") for burst in handed], 0),
@@ -142,15 +142,9 @@ def rows(alone: Sequence[Burst], handed: Sequence[Burst]) -> Iterator[dict[str, 
         ("prompt's end to first step", "steps", [burst.steps_between("ended", "step") for burst in handed], None),
     ):
         every = [count for each in counts for count in each]
-        yield _row(case, statistics.median(every), unit, claimed, most=max(every))
+        report.add(case, statistics.median(every), unit, claimed, most=max(every))
     most = statistics.median(burst.most_commits() for burst in handed)
-    yield _row("commits under way at once, at most", most, "commits", float(NUM_PROMPTS))
-
-
-def _row(case: str, value: float, unit: str, baseline: float | None, **more: object) -> dict[str, object]:
-    ratio = round(value / baseline, 3) if baseline else None
-    figures = {"value": round(value, 2), "unit": unit, "baseline": None if baseline is None else round(baseline, 2)}
-    return {"bench": "handoff", "case": case, **figures, "ratio": ratio, **more}
+    report.add("commits under way at once, at most", most, "commits", float(NUM_PROMPTS))
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
@@ -190,11 +184,11 @@ async def bursts(url: str, log: Path, num_turns: int, seed: int) -> tuple[list[B
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser = bench_parser(__doc__)
     parser.add_argument("--turns", type=int, default=5, help="bursts of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts' tokens")
     options = parser.parse_args()
+    report = BenchReport.from_options("handoff", options)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("this needs two cores")
@@ -216,9 +210,7 @@ def main() -> None:
             alone, handed = asyncio.run(bursts(service.url, log, options.turns, options.seed))
         finally:
             service.close()
-    for row in rows(alone, handed):
-        text = "{case:40} {value:10.2f} {unit:8} baseline {baseline}  ratio {ratio}".format(**row)
-        print(json.dumps(row) if options.json else text, flush=True)
+    report_on(report, alone, handed)
 
 
 if __name__ == "__main__":

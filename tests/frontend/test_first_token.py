@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from frontend_cluster import BLOCK_TOKENS, HANDOFF_S, MODEL, LetterCodec, ToyCluster, expected
+from frontend_cluster import BLOCK_TOKENS, HANDOFF_S, MODEL, ToyCluster, expected
+from letter_codec import LetterCodec
 from severe import check_tokens
 from waiting import until
 

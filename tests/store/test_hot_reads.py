@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from severe import check_bytes
@@ -23,7 +24,8 @@ WINDOW_S = 10.0
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[LocalPool]:
     """Two nodes, of which the master evicts little below what a put needs."""
-    rules = {"hot_hits": 4, "hot_window_s": WINDOW_S, "high_watermark": 0.97, "low_watermark": 0.95, "lease_s": 2.0}
+    watermarks: dict[str, Any] = {"high_watermark": 0.97, "low_watermark": 0.95}
+    rules = {"hot_hits": 4, "hot_window_s": WINDOW_S, "lease_s": 2.0, **watermarks}
     made = LocalPool(tmp_path, 16 * MIB, 2, journal_sync_s=0.0, **rules)
     yield made
     made.check_integrity()
@@ -70,6 +72,7 @@ def test_a_hot_prefix_in_a_full_pool(pool: LocalPool, served: Counter[str]) -> N
     def read_all() -> None:
         for reader in readers:
             for key, data in zip(keys, reader.get_many(keys), strict=True):
+                assert data is not None, key
                 check_bytes(data, HOT[key], f"the value of {key!r}")
 
     def is_replicated() -> bool:
