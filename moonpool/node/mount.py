@@ -80,7 +80,8 @@ class Mount(ABC):
                 unreported = self.keeps_contents and self.mounted.is_set() and not self.is_reported
                 is_asked = reply.recount_above is not None or unreported
                 if is_asked and (recount is None or recount.done()):
-                    recount = tasks.create_task(self._answer_recount(client, reply.recount_above or 0))
+                    above = reply.recount_above or 0
+                    recount = tasks.create_task(self._answer_recount(client, above, reply.refuse_up_to))
                 await self._rest(client)
 
     async def leave(self, client: AsyncClient) -> None:
@@ -103,11 +104,11 @@ class Mount(ABC):
         """Whether the node has reported the segment's contents since this master was started."""
         return self.mounted.is_set() and self._reported == (self.segment.incarnation, self._epoch)
 
-    async def _answer_recount(self, client: AsyncClient, above: int) -> None:
+    async def _answer_recount(self, client: AsyncClient, above: int, refuse_up_to: int) -> None:
         async with contextlib.nullcontext() if above == SESSIONS_ALONE else self._pause_orders():
             reported = (self.segment.incarnation, self._epoch)
             try:
-                await self._recount(client, above)
+                await self._recount(client, above, refuse_up_to)
             except NotFound as error:  # the master forgot the segment meanwhile; the next heartbeat shows that too
                 _LOG.info("%s: %s", self.segment.name, error)
             else:
@@ -171,8 +172,8 @@ class Mount(ABC):
         """Make writes of earlier generations impossible, before the master places anything in the segment."""
 
     @abstractmethod
-    async def _recount(self, client: AsyncClient, above: int) -> None:
-        """Report what the segment holds."""
+    async def _recount(self, client: AsyncClient, above: int, refuse_up_to: int) -> None:
+        """Report what the segment holds. The generations above `above`, up to `refuse_up_to`, are refused first."""
 
 
 class DramMount(Mount):
@@ -263,9 +264,10 @@ class DramMount(Mount):
             len(restamped),
         )
 
-    async def _recount(self, client: AsyncClient, above: int) -> None:
+    async def _recount(self, client: AsyncClient, above: int, refuse_up_to: int) -> None:
         fence = self.segment.fence
         assert fence is not None, "the pool's memory is fenced"
+        fence.refuse(above, refuse_up_to)  # first: later stamps of these generations would not be reported
         spans = await asyncio.to_thread(fence.spans_above, above)
         call = Recount(
             segment=self.segment.name,

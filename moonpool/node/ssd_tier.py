@@ -111,7 +111,7 @@ class SsdMount(Mount):
     async def _fence_off(self, reply: MountReply) -> None:
         """Do nothing: only this process writes to the log."""
 
-    async def _recount(self, client: AsyncClient, above: int) -> None:
+    async def _recount(self, client: AsyncClient, above: int, refuse_up_to: int) -> None:
         """Report every record, in parts. Remove those that the master does not want."""
         async with self._ssd.lock:
             items = await asyncio.to_thread(lambda: [*self._ssd.log.items(), *self._ssd.log.salvaged()])

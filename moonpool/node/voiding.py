@@ -40,5 +40,5 @@ class Voider:
         check_here(place, self._segment, order.nbytes)
         memory, fence = self._segment.borrow()
         assert fence is not None, "the pool's memory is fenced"
-        fence.confirm(place.offset, ALIGN_NBYTES, place.generation)
+        fence.check(place.offset, ALIGN_NBYTES, place.generation)
         void(memory, place.offset, place.generation)

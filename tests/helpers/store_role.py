@@ -11,7 +11,7 @@ from typing import Any
 
 from severe import check_bytes
 
-from moonpool.base.errors import NoSpace
+from moonpool.base.errors import MoonpoolError, NoSpace
 from moonpool.master.service import Master, MasterConfig
 from moonpool.node.config import NodeConfig
 from moonpool.node.service import Node
@@ -65,6 +65,26 @@ def begin_and_hang(address: str, run_dir: str, key: str) -> None:
         signal.pause()
 
 
+def write_when_told(address: str, run_dir: str, key: str, nbytes: int, shm: bool) -> None:
+    """Starts a put, and waits for SIGUSR1 before it writes the first byte. Says what the write and the end brought."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # before threads are started, which inherit it
+    with (
+        TransferEngine(TransferConfig(run_dir=run_dir, tcp_host=None, shm=shm)) as engine,
+        Store(address, engine=engine, config=PATIENT) as client,
+    ):
+        session = client.piece_puts.begin([PutRequest(key.encode(), (nbytes,))])[0]
+        assert isinstance(session, PutSession)
+        (place,) = session.replicas
+        say(f"granted {place.generation}")
+        signal.sigwait({signal.SIGUSR1})
+        try:
+            session.write_piece(0, b"\xee" * nbytes)
+            error = client.piece_puts.finish([session])[0]
+        except MoonpoolError as refused:
+            error = refused
+        say("stored" if error is None else f"{type(error).__name__}: {error}")
+
+
 def put_and_hang(address: str, run_dir: str, num_puts: int) -> None:
     """Puts small objects one by one, and waits to be killed with space that was granted ahead."""
     with (
@@ -114,6 +134,8 @@ def main() -> None:
         asyncio.run(run_node(config))
     elif role == "hang":
         begin_and_hang(**config)
+    elif role == "write_when_told":
+        write_when_told(**config)
     elif role == "put_and_hang":
         put_and_hang(**config)
     else:

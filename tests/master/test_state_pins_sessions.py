@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from state_pool import SESSION, Pool, descriptor
+
+from moonpool.base.errors import NotSettled
 
 OTHER = SESSION + 1
 
@@ -235,7 +238,8 @@ def test_a_process_that_is_heard_of_lives() -> None:
     pool.pin(SESSION, b"k")
     pool.sessions.clear()
     pool.crash()
-    assert pool.find(b"k", session=SESSION), "before any node has spoken"
+    with pytest.raises(NotSettled):  # before any node has spoken
+        pool.find(b"k", session=SESSION)
     pool.answer_recounts()
     pool.tick(5)
     assert not pool.remove(b"k")

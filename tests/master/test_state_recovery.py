@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from state_pool import SESSION, G, Pool, descriptor
 
-from moonpool.base.errors import Corrupt
+from moonpool.base.errors import Corrupt, NotSettled
 from moonpool.master.state import PoolState, records, snapshot
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.recovery import restore
@@ -457,6 +457,60 @@ def test_a_node_is_asked_about_the_time_that_an_earlier_master_lost(memory: str)
     last = pool.put(b"last", preferred=("a.dram",))
     pool.crash()
     assert pool.beat()["a.dram"].recount_above == last.generation, "it has answered"
+
+
+def test_nodes_are_told_which_grants_are_lost(memory: str) -> None:
+    """What an earlier master granted after the last record, up to the first grant of this one. A master before it may
+    have lost that, too: then the node is told of all of it together.
+    """
+    pool = Pool("a", "b", granules=4)
+    known = pool.put(b"known").generation
+    if memory == "snapshot":
+        pool.snapshot()
+    kept = list(pool.journal)
+    lost = pool.start(b"lost").generation
+    pool.journal = kept
+    pool.crash()
+    first = pool.epoch << 32
+    replies = pool.beat()
+    assert {(each.recount_above, each.refuse_up_to) for each in replies.values()} == {(known, first)}
+    assert known < lost <= first
+    pool.answer_recounts("b")
+    assert pool.beat("b")["b.dram"].refuse_up_to == 0, "once is enough"
+    new = pool.put(b"new", preferred=("b.dram",)).generation
+    assert new > first
+    if memory == "snapshot":
+        pool.snapshot()
+    pool.crash()
+    first = pool.epoch << 32
+    told = {name: (each.recount_above, each.refuse_up_to) for name, each in pool.beat().items()}
+    assert told == {"a.dram": (known, first), "b.dram": (new, first)}
+    pool.answer_recounts()
+    pool.unmount("a.dram")
+    assert pool.beat("b")["b.dram"].refuse_up_to == 0
+
+
+def test_what_may_still_be_overwritten_is_not_viewed() -> None:
+    """A client whose grant is lost may write in memory whose node has not answered. Copies are checked."""
+    pool = Pool("a", "b", granules=4)
+    for key, node in ((b"a", "a.dram"), (b"b", "b.dram")):
+        pool.put(key, preferred=(node,))
+    pool.put(b"both", num_replicas=2)
+    pool.crash()
+    pool.answer_recounts("b")
+    for keys in ([b"a"], [b"both"], [b"b", b"a"]):
+        with pytest.raises(NotSettled):
+            pool.state.lookup(keys, pool.now_s, session=SESSION)
+        assert None not in pool.state.lookup(keys, pool.now_s)
+    assert SESSION not in pool.state.index.pins.owners(), "none is pinned then"
+    assert pool.find(b"b", session=SESSION)
+    pool.answer_recounts("a")
+    assert pool.find(b"a", session=SESSION)
+    pool.crash()
+    pool.answer_recounts("b")
+    pool.unmount("a.dram")
+    pool.tick()
+    assert pool.state.lookup([b"a", b"both"], pool.now_s, session=SESSION)[0] is None
 
 
 def test_spans_among_many_free_ranges() -> None:

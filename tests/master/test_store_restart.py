@@ -79,6 +79,28 @@ def test_a_put_that_waits_ends_with_its_client(tmp_path: Path, monkeypatch: pyte
         pool.close()
 
 
+def test_a_view_is_a_copy_until_the_node_has_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose grant the restarted master has lost may write there until the node refuses it."""
+    pool = LocalPool(tmp_path)
+    try:
+        client = pool.client(rpc_timeout_s=HANG_S, retry_s=HANG_S)
+        assert client.put(b"old", b"1")
+        with client.view(b"old") as view:
+            assert not view.is_copy
+        held = held_recounts(pool, monkeypatch)
+        pool.loop.run(pool.master.close())
+        pool.start_master()
+        wait_until(lambda: bool(held), "the node is asked to recount")
+        client.exist_many([b"other"])  # connects: the pin of the view above does not count any more
+        with client.view(b"old") as view:
+            assert (view.is_copy, bytes(view.pieces[0])) == (True, b"1")
+        pool.on_loop(held[0])
+        with client.view(b"old") as view:
+            assert (view.is_copy, bytes(view.pieces[0])) == (False, b"1")
+    finally:
+        pool.close()
+
+
 @contextmanager
 def full_disk() -> Iterator[None]:
     """Under every journal of this process."""

@@ -35,6 +35,7 @@ class ScriptedMaster:
         self.relocated: list[tuple[bytes, int, int]] = []
         self.corrupt: list[m.ReportCorrupt] = []
         self.recount_above: int | None = None
+        self.refuse_up_to = 0
         self.refuse_mounts = False
         self.cut_next_mount = False  # takes it in and hangs up before it answers
         self._streams: dict[str, asyncio.Queue[list[m.Order]]] = {}  # by node
@@ -113,7 +114,8 @@ class ScriptedMaster:
         self.num_beats += 1
         mount = self.mounts.get(call.segment)
         known = mount is not None and mount.descriptor.incarnation == call.incarnation
-        return m.HeartbeatReply(known, 1, self.recount_above if known else None)
+        above = self.recount_above if known else None
+        return m.HeartbeatReply(known, 1, above, refuse_up_to=0 if above is None else self.refuse_up_to)
 
     def _recount(self, call: m.Recount, _: RpcPeer) -> None:
         self.recounts.append(call)

@@ -19,7 +19,7 @@ from node_world import LOG_FILE_NBYTES, MIB, config, object_of, order, place, st
 from scripted_master import FLOOR, ScriptedMaster, refusal_of
 from waiting import HANG_S
 
-from moonpool.base.errors import ConfigError, PeerLost
+from moonpool.base.errors import ConfigError, PeerLost, StaleGeneration
 from moonpool.base.metrics import GetMetrics
 from moonpool.base.rpc import AsyncClient
 from moonpool.node import orders as orders_module
@@ -28,7 +28,15 @@ from moonpool.node import ssd_tier as ssd_module
 from moonpool.node.orders import OrderLane
 from moonpool.node.service import Node
 from moonpool.node.ssd import MovedRecord, SsdLog
-from moonpool.store.messages import Order, OrderKind, Placement, ReportCorrupt, Tier, session_calls
+from moonpool.store.messages import (
+    SESSIONS_ALONE,
+    Order,
+    OrderKind,
+    Placement,
+    ReportCorrupt,
+    Tier,
+    session_calls,
+)
 from moonpool.transfer.memory.segment import Segment
 from moonpool.transfer.transports.file.folder import file_name
 
@@ -118,6 +126,47 @@ async def test_a_master_that_comes_back_gets_a_recount_and_nothing_is_void(world
     assert node.segment.incarnation == incarnation
     assert contents(node.segment, 0, 100) == object_of(b"old", FLOOR + 1, (5000, 70_000))[:100]
     client.close()
+
+
+async def test_before_a_recount_the_node_refuses_what_the_master_has_lost(world: World) -> None:
+    """In its own memory, over tcp and in place alike: also later, and after the master was lost again."""
+    node = await world.node(ssd_nbytes=0)
+    fence, seen = node.segment.fence, list[bool]()
+    assert fence is not None
+    fence.admit(0, 4096, FLOOR + 7)
+    original = fence.spans_above
+
+    def spans_above(generation: int) -> list[tuple[int, int]]:
+        with pytest.raises(StaleGeneration, match="lost the record"):
+            fence.admit(SPACE, 4096, FLOOR + 6)  # a write that the report would miss
+        seen.append(True)
+        return original(generation)
+
+    fence.spans_above = spans_above  # type: ignore[method-assign]
+    for above, up_to in ((FLOOR + 5, FLOOR + 10), (FLOOR + 15, FLOOR + 20)):
+        world.master.recounts.clear()
+        await world.master.close()
+        world.master.recount_above, world.master.refuse_up_to = above, up_to
+        await world.master.start()
+        await world.master.until(lambda: world.master.recounts)
+    assert seen == [True, True]
+    for lost in (FLOOR + 6, FLOOR + 10, FLOOR + 16, FLOOR + 20):
+        with pytest.raises(StaleGeneration, match="lost the record"):
+            fence.admit(2 * SPACE, 4096, lost)
+    with pytest.raises(StaleGeneration, match="lost the record"):
+        fence.confirm(0, 4096, FLOOR + 7)  # it was admitted before, and is told that it was in vain
+    for known in (FLOOR + 5, FLOOR + 11, FLOOR + 15, FLOOR + 21):
+        fence.admit(2 * SPACE, 4096, known)
+
+
+async def test_a_question_about_sessions_refuses_no_generation(world: World) -> None:
+    node = await world.node(ssd_nbytes=0)
+    await world.master.close()
+    world.master.recount_above = SESSIONS_ALONE
+    await world.master.start()
+    await world.master.until(lambda: world.master.recounts)
+    assert node.segment.fence is not None
+    node.segment.fence.admit(0, 4096, FLOOR + 1)
 
 
 async def test_a_master_that_forgot_gets_a_new_incarnation(world: World) -> None:

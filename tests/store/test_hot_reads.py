@@ -34,16 +34,16 @@ def pool(tmp_path: Path) -> Iterator[LocalPool]:
 
 @pytest.fixture
 def served(pool: LocalPool, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes that each node has sent to readers: it confirms every one of them."""
+    """Bytes that each node has sent to readers: it checks the fence for every one of them."""
     monkeypatch.setattr("moonpool.store.client.remembered._REPORTED_USES", 1)  # so that no report waits for real time
-    found, original = Counter[str](), Fence.confirm
+    found, original = Counter[str](), Fence.check
     names = {id(node.segment.fence): node.config.name for node in pool.nodes}
 
-    def confirm(self: Fence, offset: int, nbytes: int, generation: int) -> None:
+    def check(self: Fence, offset: int, nbytes: int, generation: int) -> None:
         found[names.get(id(self), "elsewhere")] += nbytes
         original(self, offset, nbytes, generation)
 
-    monkeypatch.setattr(Fence, "confirm", confirm)
+    monkeypatch.setattr(Fence, "check", check)
     return found
 
 

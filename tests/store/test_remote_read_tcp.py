@@ -75,16 +75,16 @@ def test_space_that_was_given_away_is_told(nbytes: int, lost_at: int, monkeypatc
         assert fence is not None
         descriptor = _descriptor(segment, transport.serve(segment))
         fence.stamp(0, MIB, 7)
-        confirm, num_asked = Fence.confirm, 0
+        check, num_asked = Fence.check, 0
 
-        def confirm_once(self: Fence, offset: int, nbytes: int, generation: int) -> None:
+        def check_once(self: Fence, offset: int, nbytes: int, generation: int) -> None:
             nonlocal num_asked
             num_asked += 1
             if num_asked == lost_at:  # at this very moment another writer gets the first granule
                 self.stamp(0, 1, 8)
-            confirm(self, offset, nbytes, generation)
+            check(self, offset, nbytes, generation)
 
-        monkeypatch.setattr(Fence, "confirm", confirm_once)
+        monkeypatch.setattr(Fence, "check", check_once)
         remote = transport.open(descriptor, descriptor.endpoints[0], timeout_s=HANG_S)
         assert remote.checks_generation
         first, second = bytearray(nbytes), bytearray(nbytes)

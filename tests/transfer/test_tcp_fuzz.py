@@ -277,7 +277,7 @@ def test_an_shm_owner_and_its_callers_fed_damaged_frames(tmp_path: Path, times: 
     with Segment.allocate("seg", NBYTES, incarnation=1) as segment, Segment.allocate("private", 1, incarnation=1):
         control.serve(segment)
         server = ShmServer(control, path, max_connections=64)
-        ask = encode_frame(FrameKind.CALL, 1, b"\x93\xaaAskSegment\xa3seg\x01")
+        ask = encode_frame(FrameKind.CALL, 1, b"\x94\xaaAskSegment\xa3seg\x01\x02")
         descriptor = SegmentDescriptor(name="seg", nbytes=NBYTES, incarnation=1, host=host_id(), endpoints=())
 
         def frame(hostile: Hostile) -> bytes:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.errors import InvalidInput, NotFound, StaleGeneration
+from moonpool.base.errors import InvalidInput, NotFound, NotSettled, StaleGeneration
 from moonpool.master.rules import PoolRules
 from moonpool.master.state.changes import RemovalReason
 from moonpool.master.state.index import ObjectIndex
@@ -28,7 +28,6 @@ from moonpool.store.messages import (
 )
 
 _MAX_ENDED_SESSIONS = 16_384
-_COUNTED = (None, SESSIONS_ALONE)  # as `recount_above`: what the journal may have lost is known
 
 
 class Members:
@@ -55,6 +54,8 @@ class Members:
         self._generations = generations
         self.adopts = False  # this master began without a journal, so it accepts unknown records of SSDs
         self.listed: set[str] = set()  # SSD segments that have listed all their records, now or before a restart
+        self.uncounted: set[int] = set()  # memory whose nodes have not told what the journal may have lost
+        self.lost_up_to = 0  # what was granted up to here, and is not in the journal, is lost
         # Sessions from before a restart, or that a lost node knew: ended unless they, or their nodes, report.
         self.unseen_sessions: set[int] = set()
         self._known_sessions: set[int] = set()  # reported by a node since a node was last lost
@@ -105,9 +106,11 @@ class Members:
         segment.heard_s, segment.gone_since_s = now_s, None
         generations = self._generations
         segment.is_behind = not generations.are_admitted_up_to(generation_limit)
-        if segment.recount_above in _COUNTED and segment.tier is Tier.DRAM:
+        above, is_counted = segment.recount_above, segment.number not in self.uncounted
+        if is_counted and segment.tier is Tier.DRAM:
             segment.acknowledged = not segment.is_behind
-        return HeartbeatReply(True, self._epoch, segment.recount_above, generations.limit, generations.last)
+        refuse_up_to = 0 if is_counted else self.lost_up_to
+        return HeartbeatReply(True, self._epoch, above, generations.limit, generations.last, refuse_up_to)
 
     def recount(
         self, name: str, incarnation: int, spans: Sequence[tuple[int, int]], sessions: Iterable[int], now_s: float
@@ -124,7 +127,8 @@ class Members:
             self._segments.count_totals()
             for offset, nbytes in new:
                 self._space.keep_unknown(free_s, [(segment.number, offset)], nbytes)
-        if segment.recount_above not in _COUNTED:
+        if segment.number in self.uncounted:
+            self.uncounted.remove(segment.number)
             self._index.outcomes.add(Recounting([segment.number], [None]))
         segment.recount_above = None
         segment.acknowledged = segment.tier is Tier.DRAM
@@ -136,8 +140,19 @@ class Members:
 
     def recounting(self) -> Recounting:
         """Return which memory is still to be recounted, for the journal."""
-        waiting = [each for each in self._segments.of_tier(Tier.DRAM) if each.recount_above not in _COUNTED]
+        waiting = [each for each in self._segments.of_tier(Tier.DRAM) if each.number in self.uncounted]
         return Recounting([each.number for each in waiting], [each.recount_above for each in waiting])
+
+    def check_counted(self, keys: Sequence[bytes], now_s: float) -> None:
+        """Raise NotSettled if one of these objects lies in memory that is still to be recounted: a client whose grant
+        the journal has lost may write there, so the object must not be viewed in place.
+        """
+        if not self.uncounted:
+            return
+        table = self._index.table
+        found = [slot for slot in self._index.find_many(keys, now_s) if slot is not None]
+        if any(each.segment in self.uncounted for slot in found for each in table.dram_replicas(slot)):
+            raise NotSettled("a node has not reported to the restarted master yet; read a copy of the object")
 
     def fence_ahead(
         self, name: str, incarnation: int, spans: Sequence[tuple[int, int, int]]
@@ -185,6 +200,7 @@ class Members:
             if segment.tier is Tier.SSD:
                 self._ssd.on_ended(segment)
         numbers = [segment.number for segment in ended]
+        self.uncounted.difference_update(numbers)
         self._index.outcomes.add(SegmentsEnded(numbers, ssds))
         self._index.losses.start_sweep(numbers, reason)
         for segment in ended:

@@ -198,12 +198,13 @@ class PoolState:
         reads: bool = True,
     ) -> list[m.ObjectInfo | None]:
         """Return where the objects are, and lease them. With `prefix`, every item after the first
-        missing key is None.
+        missing key is None. With a session, raise NotSettled as Members.check_counted().
         """
         if session and session < FIRST_SESSION:
             raise InvalidInput(f"a session is 0 or at least {FIRST_SESSION}", param="session")
         if session:
             self.members.check_session(session)
+            self.members.check_counted(keys, now_s)
         return self._reads.lookup(keys, prefix, lease, session, now_s, reads)
 
     def exist(self, keys: Sequence[bytes], now_s: float, without: Sequence[tuple[str, int]] = ()) -> list[bool]:

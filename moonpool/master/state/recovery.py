@@ -291,6 +291,7 @@ class _Recovery:
         self._pins.restore(index)
         self._order.restore()
         state.generations.last = max(state.generations.last, self._last_generation)
+        state.members.lost_up_to = state.generations.last
         self._finish_segments()
         table = index.table
         used = (table.dram_segments[: table.end] != 0) | (table.ssd_segments[: table.end] != 0)
@@ -321,6 +322,7 @@ class _Recovery:
                 self._make_allocator(segment, spans.get(segment.number, []))
                 if segment.recount_above is None:  # else it has not answered an earlier master, and is asked the same
                     segment.recount_above = self._last_generation
+                state.members.uncounted.add(segment.number)
             else:
                 self._count_records(segment)
                 segment.recount_above = 0

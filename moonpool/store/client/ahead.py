@@ -9,7 +9,8 @@ something is held. All of it is given back when the master is short of space, an
 
 The master frees a place only when this client gives it back, or does not name it among those that it knows, or has
 ended. So a place is known here from the answer that grants it until the master has taken it back or made it an object.
-A place is used only if it was renewed a short time ago: the master discards what is not renewed, much later.
+A place is used only if it was renewed a short time ago: the master discards what is not renewed, much later. Nor is it
+used after a restart of the master, which may not know it: the write would be refused. Such places are given back.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class HeldPlace(NamedTuple):
     session: int
     granules: int
     renewed_s: float
+    master: int  # the incarnation that granted it
     turn: int = 0  # how often it was used for a put that was refused
 
 
@@ -158,8 +160,9 @@ class HeldSpace:
     def _pop(self, granules: int, session: int, now_s: float) -> HeldPlace | None:
         size = self._sizes.get(granules)
         while size is not None and size.places:
-            held = size.places.pop()
-            if held.session == session and now_s - held.renewed_s < _USABLE * self._renew_after_s:
+            held, master = size.places.pop(), self._master.incarnation
+            is_fresh = now_s - held.renewed_s < _USABLE * self._renew_after_s
+            if is_fresh and held.session == session and held.master == master:
                 return held
             self._unreturned.append((held.generation, True))
         return None
@@ -182,8 +185,9 @@ class HeldSpace:
             return
         if self.held_nbytes + count * nbytes > self._max_nbytes:
             self.give_back_all()
+        master = self._master.incarnation  # before the call: it may end with another one
         granted = self._grants(nbytes, count, session)
-        places = [HeldPlace(generation, place, session, granules, asked_s) for generation, place in granted]
+        places = [HeldPlace(generation, place, session, granules, asked_s, master) for generation, place in granted]
         if nbytes > _LARGE_NBYTES:
             self._return([(each.generation, True) for each in places if not self._is_local(each.place.segment)])
             places = [each for each in places if self._is_local(each.place.segment)]

@@ -157,6 +157,11 @@ class MasterClient:
         """Another object after each connect. A master that was away may have lost what it was told last."""
         return self._rpc.peer
 
+    @property
+    def incarnation(self) -> int:
+        """The master's, as of the latest connection; another number after a restart. 0: there was no connection yet."""
+        return 0 if self._rpc.peer is None else self._rpc.peer.incarnation
+
     def counters(self) -> dict[str, int]:
         """master_outages: how often the master was found away; calls_refused: calls that failed at once meanwhile."""
         return {"master_outages": self._breaker.num_openings, "calls_refused": self._breaker.num_refused}

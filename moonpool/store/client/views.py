@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.base.errors import MoonpoolError, StaleGeneration
+from moonpool.base.errors import MoonpoolError, NotSettled, StaleGeneration
 from moonpool.store import messages as m
 from moonpool.store.client.cuts import scatter
 from moonpool.store.client.master_client import MasterClient
@@ -126,14 +126,17 @@ class ClientViews:
 
     def _pinning_lookup(self, keys: list[bytes]) -> tuple[list[ObjectInfo | None], Iterator[HeldPin]]:
         """Look the objects up and pin them. Return them with their pins; no pins if no node of this machine would
-        notice the end of this process.
+        notice the end of this process, or if the master pins none of them now.
         """
         with self._ledger.pinning:
             self._retire_if_reconnected()
             session = self._sessions.session()
             if session:
                 asked_s, before = self._reads.remembered.now_s(), self._master.connection
-                session, infos = self._lookup_for(session, keys)
+                try:
+                    session, infos = self._lookup_for(session, keys)
+                except NotSettled:  # a restarted master has not heard from a node: writers may change what lies there
+                    return self._reads.lookup(keys), iter(())
                 connection = self._master.connection
                 if connection is not before:  # older pins of the session may be lost, or these
                     self._retire(session)

@@ -125,9 +125,10 @@ class Lookup(Call[list[ObjectInfo | None]]):
     """Return where the objects are, each leased for reading unless `lease` is False.
 
     With `prefix`, all after the first missing key is None. With a `session`, each object found is pinned for that
-    process, as by Pin. `reads` False: the caller will look the objects up again before it reads them. They are leased
-    now, and the second look-up counts as the use, so that a use counts once for hit rates, hot keys and promotion.
-    Misses count now.
+    process, as by Pin. Raise NotSettled, and pin none, if one of them lies in memory whose node has not reported to a
+    restarted master yet: it must not be viewed there. `reads` False: the caller will look the objects up again before
+    it reads them. They are leased now, and the second look-up counts as the use, so that a use counts once for hit
+    rates, hot keys and promotion. Misses count now.
     """
 
     keys: list[bytes]

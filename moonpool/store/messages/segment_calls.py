@@ -68,7 +68,8 @@ class FenceAhead(Call[list[tuple[int, int, int, int]]]):
 
 class Recount(Call[None]):
     """Answer `recount_above`: spans (offset, nbytes) stamped with higher generations, and the client sessions that are
-    registered at the node. The master does not reuse these spans for a while.
+    registered at the node. The master does not reuse these spans for a while. The node refuses further writes of the
+    generations that are lost (HeartbeatReply).
     """
 
     segment: str

@@ -132,8 +132,9 @@ class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True):
     """`known` False: mount the segment again, as a new incarnation.
 
     A restarted master sets `recount_above`: it waits for a Recount of the segment's space above that generation before
-    it places anything there. `generation_limit` as in MountReply; no generation above `last_generation` was granted
-    before this reply.
+    it places anything there. It does not know what earlier masters granted above that, up to `refuse_up_to`: before the
+    node looks at the space, it refuses writes of these generations for good. `generation_limit` as in MountReply; no
+    generation above `last_generation` was granted before this reply.
     """
 
     known: bool
@@ -141,6 +142,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True):
     recount_above: int | None = None
     generation_limit: int = MAX_GENERATION
     last_generation: int = MAX_GENERATION
+    refuse_up_to: int = 0
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):

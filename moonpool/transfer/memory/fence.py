@@ -1,4 +1,9 @@
-"""The fence of a segment: one generation per granule, which keeps late writers out."""
+"""The fence of a segment: one generation per granule, which keeps late writers out, and ranges of generations that are
+refused wherever they write.
+
+A range is refused when a master has lost the end of its journal: it does not know what was granted then, so it may
+believe in an object whose space such a grant has, and no stamp tells yet.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,9 @@ from numpy.typing import NDArray
 from moonpool.base.errors import InvalidInput, StaleGeneration
 
 GENERATION_NBYTES = 8
+NUM_REFUSED = 16  # ranges
+_FIRST_RANGE = 2  # before the ranges: the highest refused generation, and how many ranges may be in use
+NUM_REFUSED_CELLS = _FIRST_RANGE + 2 * NUM_REFUSED
 _MAX_GENERATION = 2**64 - 1
 _FEW = 8  # granules, up to which numpy takes longer than a loop
 Spans: TypeAlias = list[tuple[int, int]]
@@ -24,11 +32,19 @@ class Fence:
     Threads of one process see check and stamp as one step. Between processes that map the same table they are
     two, so a writer calls confirm() when its bytes are in place: two writers that raced cannot both succeed
     unseen, and the loser's bytes are never announced. Space is handed out in whole granules, else neighbours of
-    different generations would keep each other out.
+    different generations would keep each other out. A writer stamps before it looks whether it is refused, and refuse()
+    is called before the stamps are read: so one of the two sees the other.
+
+    `refused` has NUM_REFUSED_CELLS numbers: the highest refused generation, the number of ranges, and each range as
+    (above, up to); a range up to 0 is none. None: they are in this process's own memory.
     """
 
-    def __init__(self, table: NDArray[np.uint64], granule_nbytes: int) -> None:
+    def __init__(
+        self, table: NDArray[np.uint64], granule_nbytes: int, refused: NDArray[np.uint64] | None = None
+    ) -> None:
         self.granule_nbytes = granule_nbytes
+        self._few_nbytes = _FEW * granule_nbytes
+        self._refused = (np.zeros(NUM_REFUSED_CELLS, dtype=np.uint64) if refused is None else refused).data
         self._table = table
         self._cells = table.data  # the same memory: reading one number is ten times faster than from an array
         self._raw = self._cells.cast("B")  # and as bytes: comparing and setting many equal cells is ten times faster
@@ -37,47 +53,68 @@ class Fence:
 
     def admit(self, offset: int, nbytes: int, generation: int) -> None:
         """Stamp the touched granules with `generation`. Raise StaleGeneration, stamping none, if a granule is newer or
-        the generation is above the limit: a generation that was never given out would keep all later writers out.
+        the generation is refused or above the limit: a generation that was never given out would keep all later writers
+        out. If the generation is refused meanwhile, the granules are stamped when this raises.
         """
-        granules = self._few_granules(offset, nbytes, generation)
-        if granules is None:
+        size, refused = self.granule_nbytes, self._refused
+        if not (0 < nbytes <= self._few_nbytes and refused[0] < generation <= self.limit):
             self.admit_all([(offset, nbytes)], generation)
             return
-        if generation > self.limit:
-            self._check_limit(offset, generation)
-        cells = self._cells
+        cells, granules = self._cells, range(offset // size, (offset + nbytes - 1) // size + 1)
         with self._lock:
             for at in granules:
                 if cells[at] > generation:
                     raise self._stale(offset, cells[at], generation)
             for at in granules:
                 cells[at] = generation
+        if generation <= refused[0]:
+            self._check_refused(offset, generation)
 
     def admit_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
         """Call admit() for each (offset, nbytes), all or none."""
         touched = self._touched(spans, generation)
-        if touched:
+        if not touched:
+            return
+        refused = self._refused
+        if not refused[0] < generation <= self.limit:
             self._check_limit(touched[0][0], generation)
+            self._check_refused(touched[0][0], generation)
         with self._lock:
             for offset, first, end in touched:
                 newest = self._newest(first, end)
                 if newest > generation:
                     raise self._stale(offset, newest, generation)
             self._set(touched, generation)
+        if generation <= refused[0]:
+            self._check_refused(touched[0][0], generation)
 
     def confirm(self, offset: int, nbytes: int, generation: int) -> None:
-        """Raise StaleGeneration unless every touched granule still carries `generation`."""
-        granules = self._few_granules(offset, nbytes, generation)
-        if granules is None:
-            self.confirm_all([(offset, nbytes)], generation)
+        """For a writer: do check(), and raise StaleGeneration if the generation is refused."""
+        if not (0 < nbytes <= self._few_nbytes and self._refused[0] < generation <= _MAX_GENERATION):
+            self._check_refused(offset, generation)
+            self.check(offset, nbytes, generation)
             return
-        cells = self._cells
-        for at in granules:
+        # As check() does: one call of a function takes longer than looking at a granule.
+        size, cells = self.granule_nbytes, self._cells
+        for at in range(offset // size, (offset + nbytes - 1) // size + 1):
             if cells[at] != generation:
                 raise self._stale(offset, cells[at], generation)
 
     def confirm_all(self, spans: Sequence[tuple[int, int]], generation: int) -> None:
-        for offset, first, end in self._touched(spans, generation):
+        """Call confirm() for each (offset, nbytes)."""
+        for offset, nbytes in spans:
+            self.confirm(offset, nbytes, generation)
+
+    def check(self, offset: int, nbytes: int, generation: int) -> None:
+        """Raise StaleGeneration unless every touched granule still carries `generation`."""
+        size = self.granule_nbytes
+        if 0 < nbytes <= self._few_nbytes and 0 <= generation <= _MAX_GENERATION:
+            cells = self._cells
+            for at in range(offset // size, (offset + nbytes - 1) // size + 1):
+                if cells[at] != generation:
+                    raise self._stale(offset, cells[at], generation)
+            return
+        for _, first, end in self._touched([(offset, nbytes)], generation):
             raw = self._raw[first * GENERATION_NBYTES : end * GENERATION_NBYTES]
             if bytes(raw) != _repeated(generation, end - first):
                 raise self._stale(offset, self._newest(first, end), generation)
@@ -85,7 +122,7 @@ class Fence:
     def carries(
         self, offsets: NDArray[np.uint64], sizes: NDArray[np.uint64], generations: NDArray[np.uint64]
     ) -> NDArray[np.bool_]:
-        """Return for each span, of at least one byte inside the segment, whether confirm() would pass."""
+        """Return for each span, of at least one byte inside the segment, whether check() would pass."""
         granule_nbytes = np.uint64(self.granule_nbytes)
         firsts, lasts = offsets // granule_nbytes, (offsets + sizes - np.uint64(1)) // granule_nbytes
         found: NDArray[np.bool_] = self._table[firsts] == generations
@@ -95,19 +132,58 @@ class Fence:
 
     def admit_run(self, offset: int, stamps: NDArray[np.uint64]) -> bool:
         """Admit spans that follow each other from a granule's start on. `stamps` has the generation of each granule.
-        Return False, stamping none, when one of them may be too old: they are not checked one by one.
+        Return False when one of them may be too old or refused: they are not checked one by one. None is stamped then,
+        unless one may be refused meanwhile.
         """
-        first = offset // self.granule_nbytes
+        first, oldest, refused = offset // self.granule_nbytes, int(stamps.min()), self._refused
+        if oldest <= refused[0]:
+            return False
         with self._lock:
-            if self._newest(first, first + len(stamps)) > stamps.min():
+            if self._newest(first, first + len(stamps)) > oldest:
                 return False
             self._table[first : first + len(stamps)] = stamps
-        return True
+        return oldest > refused[0]
 
     def has_run(self, offset: int, stamps: NDArray[np.uint64]) -> bool:
-        """Return whether confirm() of each span would pass."""
+        """Return whether check() of each span would pass."""
         first = offset // self.granule_nbytes
         return np.array_equal(self._table[first : first + len(stamps)], stamps)
+
+    def refuse(self, above: int, up_to: int) -> None:
+        """For the owner: refuse writes of the generations above `above` and up to `up_to` from now on, in all processes
+        that map this fence. Ranges that overlap become one. If there would be more than NUM_REFUSED, the two lowest
+        become one with all between them.
+        """
+        cells = self._refused
+        with self._lock:
+            if above >= up_to:
+                return
+            places = range(_FIRST_RANGE, _FIRST_RANGE + 2 * cells[1], 2)
+            known = sorted((cells[at], cells[at + 1], at) for at in places if cells[at + 1])
+            joined = [each for each in known if each[0] <= up_to and each[1] >= above]
+            if joined:
+                self._join([*joined, (above, up_to, 0)])
+            else:
+                at = next((at for at in places if not cells[at + 1]), places.stop)
+                if at == len(cells):
+                    at = self._join(known[:2])
+                cells[at], cells[at + 1] = above, up_to
+                cells[1] = max(cells[1], (at - _FIRST_RANGE) // 2 + 1)
+            cells[0] = max(cells[0], up_to)  # last: who sees it sees the range
+
+    def _join(self, ranges: Sequence[tuple[int, int, int]]) -> int:
+        """Make these ranges (above, up to, place or 0) one. Return a place that is free then.
+
+        Others read the places upwards meanwhile and must find each refused generation, so the last place is widened
+        before the others are freed.
+        """
+        cells = self._refused
+        *freed, kept = sorted(at for _, _, at in ranges if at)
+        cells[kept + 1] = max(up_to for _, up_to, _ in ranges)
+        cells[kept] = min(above for above, _, _ in ranges)
+        for at in freed:
+            cells[at + 1] = 0
+        return freed[0] if freed else 0
 
     def stamp(self, offset: int, nbytes: int, generation: int) -> None:
         """For the owner: give the touched granules to `generation`, whatever they carried."""
@@ -154,11 +230,16 @@ class Fence:
                 "was given out"
             )
 
-    def _few_granules(self, offset: int, nbytes: int, generation: int) -> range | None:
-        """Return the granules of a small span, which are faster to check one by one; None for larger spans."""
-        if not 0 < nbytes <= _FEW * self.granule_nbytes or not 0 <= generation <= _MAX_GENERATION:
-            return None
-        return range(offset // self.granule_nbytes, (offset + nbytes - 1) // self.granule_nbytes + 1)
+    def _check_refused(self, offset: int, generation: int) -> None:
+        if generation > self._refused[0]:
+            return
+        cells = iter(self._refused[_FIRST_RANGE : _FIRST_RANGE + 2 * self._refused[1]].tolist())
+        for above, up_to in zip(cells, cells, strict=True):
+            if above < generation <= up_to:
+                raise StaleGeneration(
+                    f"a write of generation {generation} at offset {offset} is refused: the master has lost the record "
+                    "of this grant"
+                )
 
     def _touched(self, spans: Sequence[tuple[int, int]], generation: int) -> list[tuple[int, int, int]]:
         """Return (offset, first granule, one past the last) of each span that is not empty."""

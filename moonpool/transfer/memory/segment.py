@@ -4,7 +4,8 @@ Ownership: a Segment owns its mapping and its descriptor; `memory` and everythin
 gives the descriptor back at once and the mapping as soon as the last borrowed view is gone, so a view never turns
 into a wild pointer. Serving a segment borrows it: withdraw it from the engine before closing it.
 
-Layout of a memfd: the data from byte 0, then, from the next page on, the fence table (one u64 per granule).
+Layout of a memfd (version LAYOUT_VERSION): the data from byte 0; from the next page on 4 KiB for the generations that
+the fence refuses; then the fence table, one u64 per granule.
 
 Memory can be put on a NUMA node, by one system call before its pages are touched (libnuma is not needed). The node is
 preferred, not required: when it is full the kernel takes pages elsewhere. With a strict binding the kernel would kill
@@ -27,12 +28,14 @@ import numpy as np
 from moonpool.base.errors import InvalidInput, NoSpace, ProtocolError, Unavailable
 from moonpool.base.units import format_nbytes
 from moonpool.transfer.memory.buffers import Buffer, as_bytes_view
-from moonpool.transfer.memory.fence import GENERATION_NBYTES, Fence, make_fence, num_granules
+from moonpool.transfer.memory.fence import GENERATION_NBYTES, NUM_REFUSED_CELLS, Fence, make_fence, num_granules
 from moonpool.transfer.memory.location import Location, available_memory_nbytes, parse_location
 from moonpool.transfer.memory.population import PagePopulation, advise_huge_pages
 from moonpool.transfer.topology.discover import Sysfs, numa_nodes
 
 MAX_NAME_NBYTES = 255
+LAYOUT_VERSION = 2
+_REFUSED_NBYTES = 4096
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers
 _MPOL_PREFERRED = 1
 _BITS_PER_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -125,7 +128,9 @@ class Segment:
         fence = None
         if granule_nbytes is not None:
             start, count = fence_offset(nbytes), num_granules(nbytes, granule_nbytes)
-            fence = Fence(np.frombuffer(whole, dtype=np.uint64, count=count, offset=start), granule_nbytes)
+            refused = np.frombuffer(whole, dtype=np.uint64, count=NUM_REFUSED_CELLS, offset=start)
+            table = np.frombuffer(whole, dtype=np.uint64, count=count, offset=start + _REFUSED_NBYTES)
+            fence = Fence(table, granule_nbytes, refused)
         return cls(name, whole[:nbytes], incarnation=incarnation, fence=fence, fd=fd)
 
     @classmethod
@@ -205,15 +210,15 @@ class Segment:
 
 
 def fence_offset(nbytes: int) -> int:
-    """Return where the fence table begins in the memfd: at the first page after the data."""
+    """Return where the fence begins in the memfd: at the first page after the data."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def file_nbytes(nbytes: int, granule_nbytes: int | None) -> int:
-    """Return the size of the memfd: data, and the fence table if there is one."""
+    """Return the size of the memfd: data, and the fence if there is one."""
     if granule_nbytes is None:
         return nbytes
-    return fence_offset(nbytes) + num_granules(nbytes, granule_nbytes) * GENERATION_NBYTES
+    return fence_offset(nbytes) + _REFUSED_NBYTES + num_granules(nbytes, granule_nbytes) * GENERATION_NBYTES
 
 
 def _check_name(name: str) -> None:

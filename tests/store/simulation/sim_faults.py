@@ -17,6 +17,7 @@ from .sim_world import Member, World
 
 Strike = Callable[[], None]
 STRANGE_EVERY = 10  # seeds, of which one has a process that names strange generations
+LOST_GRANTS_EVERY = 3  # storms, of which one has clients that write long after the master has lost their grants
 
 
 class Faults:
@@ -269,6 +270,10 @@ class Storm(Faults):
         if world.seed % 2:  # the journal loses much that readers still remember, and keys are soon put again
             world.rules |= {"lease_s": 2.5}
             world.sync_s, world.think_s = 1.0, 0.05
+        if world.seed % LOST_GRANTS_EVERY == 0:  # the space of most grants is another object's, until it is evicted
+            world.rules |= {"lease_s": 0.5}
+            world.granules = (12,)
+            world.before_write = self._lose_grant
 
     def _choose(self, kinds: dict[str, Strike]) -> dict[str, Strike]:
         others = ("kill client", "stop client", "stop node", "sever", "spikes")
@@ -286,6 +291,15 @@ class Storm(Faults):
         others = sorted(set(self.kinds) - {"kill master", "late node", "power master"})
         if others:
             self._plan(others, 0.2, duration_s)
+
+    def _lose_grant(self) -> None:
+        """A client stands still before it writes. The master loses power, and the grant if its disk has not got it."""
+        world, rng = self._world, self._rng
+        member = next((each for each in world.clients if each.process is world.scheduler.current), None)
+        if member is not None and not self.is_over and rng.random() < 0.25:
+            world.scheduler.call_later(0.0, None, self._strike, "power master")
+            self._stop(member, 6.0)
+            world.pause()
 
     def _late_node(self) -> None:
         """The next master hears from it late, or not at all before it dies."""

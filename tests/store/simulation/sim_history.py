@@ -45,6 +45,7 @@ class History:
         self._by_number: dict[int, Write] = {}
         self._fates: dict[bytes, list[tuple[float, RemovalReason]]] = {}
         self._carried_out: dict[int, float] = {}  # numbered calls, and when that was last
+        self._overwritten: set[tuple[bytes, float]] = set()  # objects found damaged at that time for a known reason
         self.losses_s: list[float] = []  # of nodes, or of the end of the journal
         self.num_flips = 0
         self.lost_times_s: list[tuple[float, float]] = []  # from when on nothing was durable, and when power was lost
@@ -126,20 +127,23 @@ class History:
                 return "evicted"
             if fate in _LOST and any(lost_s >= since_s for lost_s in self.losses_s):
                 return "lost with its node, or with power"
-            if fate is RemovalReason.CORRUPT and self.may_be_damaged:
+            if fate is RemovalReason.CORRUPT and self.may_be_damaged(key, at_s):
                 return "damaged"
         return None
 
-    @property
-    def may_be_damaged(self) -> bool:
-        """Bits were flipped; or a master lost power and believes in objects that were overwritten since."""
-        return bool(self.num_flips or self.lost_times_s)
+    def may_be_damaged(self, key: bytes, at_s: float) -> bool:
+        """Bits were flipped; or a master that lost power believed in an object that had been overwritten."""
+        return bool(self.num_flips) or (key, at_s) in self._overwritten
 
     def may_be_forgotten(self, began_s: float, ended_s: float) -> bool:
         """The pin of a view that was opened in this time, by a master that lost power. It may be an earlier view's."""
         return any(durable_s <= ended_s and began_s <= lost_s + SPARE_S for durable_s, lost_s in self.lost_times_s)
 
     # what happened to the world
+
+    def may_be_overwritten(self, key: bytes) -> None:
+        """A replica is found damaged now, in memory whose node has not reported to the master that lost power."""
+        self._overwritten.add((key, self._now()))
 
     def note_fate(self, key: bytes, fate: RemovalReason) -> None:
         self._fates.setdefault(key, []).append((self._now(), fate))

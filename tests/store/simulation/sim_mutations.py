@@ -164,6 +164,14 @@ def _unanswered_recounts_are_forgotten() -> list[Change]:
     return [(Members, "recounting", lambda self: Recounting([], []))]
 
 
+def _lost_grants_are_admitted() -> list[Change]:
+    return [(Fence, "refuse", lambda self, above, up_to: None)]
+
+
+def _uncounted_memory_is_viewed() -> list[Change]:
+    return [(Members, "check_counted", lambda self, keys, now_s: None)]
+
+
 def _what_is_not_synced_is_remembered() -> list[Change]:
     return [(UnsyncedKeys, "add", lambda self, keys: None)]
 
@@ -216,6 +224,8 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "lost registries are not missed": _lost_registries_are_not_missed,
     "recounts are ignored": _recounts_are_ignored,
     "unanswered recounts are forgotten": _unanswered_recounts_are_forgotten,
+    "lost grants are admitted": _lost_grants_are_admitted,
+    "uncounted memory is viewed": _uncounted_memory_is_viewed,
     "what is not synced is remembered": _what_is_not_synced_is_remembered,
     "every generation is believed": _every_generation_is_believed,
     "replicas stay when their key has cooled": _replicas_stay_when_their_key_has_cooled,

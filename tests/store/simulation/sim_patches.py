@@ -55,7 +55,6 @@ import moonpool.transfer.disk.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
 from moonpool.base.header_columns import PlainHeaders
-from moonpool.master.state.recovery import _Recovery
 from moonpool.store.messages import SESSIONS_ALONE
 
 from .sim_disk import SimFcntl
@@ -154,6 +153,14 @@ def _with_pauses(original: Any) -> Any:
     return paused
 
 
+def _open_for_writing(original: Any) -> Any:
+    def open_for_writing(self: Any, placement: Any, session: int) -> Any:
+        _world().before_write()
+        return original(self, placement, session)
+
+    return open_for_writing
+
+
 def _record(original: Any) -> Any:
     def record(self: Any, key: bytes, fate: Any, now_s: float) -> None:
         original(self, key, fate, now_s)
@@ -164,15 +171,12 @@ def _record(original: Any) -> Any:
 
 def _quarantine(original: Any) -> Any:
     def quarantine(self: Any, key: bytes, generation: int, segment: str, offset: int, now_s: float) -> bool:
-        world, at, slot = _world(), self._segments.get(segment), self._index.table.find(key)
-        is_counted = at is None or at.recount_above in (None, SESSIONS_ALONE)
-        nbytes = 0 if slot is None else self._index.table.nbytes[slot]
+        world, at = _world(), self._segments.get(segment)
+        if world.history.lost_times_s and at is not None and at.recount_above not in (None, SESSIONS_ALONE):
+            world.history.may_be_overwritten(key)  # by whom the node has not told yet
         found: bool = original(self, key, generation, segment, offset, now_s)
         world.note("quarantine", key, generation, segment, offset, found)
-        may_be_lost = world.history.lost_times_s and (
-            not is_counted or world.was_written_too_late(segment, offset, nbytes)
-        )
-        if found and not world.history.num_flips and not may_be_lost:
+        if found and not world.history.may_be_damaged(key, world.scheduler.now_s):
             world.violated(f"a replica of {key!r} on {segment} is damaged, and nobody has done it")
         return found
 
@@ -190,23 +194,6 @@ def _once(original: Any) -> Any:
         return original(self, number, kind, act_and_note)
 
     return once
-
-
-def _finish_segments(original: Any) -> Any:
-    def finish_segments(self: Any) -> None:
-        _world().lost_generations.append(range(self._last_generation + 1, self._state.generations.last))
-        original(self)
-
-    return finish_segments
-
-
-def _recount(original: Any) -> Any:
-    async def recount(self: Any, client: Any, above: int) -> None:
-        if above != SESSIONS_ALONE:
-            _world().note_recount(self.segment.name, self.segment.fence)
-        await original(self, client, above)
-
-    return recount
 
 
 def _end(original: Any) -> Any:
@@ -296,6 +283,11 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (moonpool.master.state.ahead, "MAX_PART", 1 / 3),  # of few granules, else clients would hold one or two
         (moonpool.node.ssd_tier, "_COMPACT_EVERY_S", 2.0),
         (
+            moonpool.store.client.session_client.SessionClient,
+            "open_for_writing",
+            _open_for_writing(moonpool.store.client.session_client.SessionClient.open_for_writing),
+        ),
+        (
             moonpool.master.state.changes.RemovalLog,
             "record",
             _record(moonpool.master.state.changes.RemovalLog.record),
@@ -310,12 +302,6 @@ def _patches() -> list[tuple[Any, str, Any]]:
             "quarantine",
             _quarantine(moonpool.master.state.orders.Copies.quarantine),
         ),
-        (
-            _Recovery,
-            "_finish_segments",
-            _finish_segments(_Recovery._finish_segments),
-        ),
-        (moonpool.node.mount.DramMount, "_recount", _recount(moonpool.node.mount.DramMount._recount)),
         (moonpool.master.state.segments.SegmentTable, "end", _end(moonpool.master.state.segments.SegmentTable.end)),
         (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),
         *[(module, "ThreadPoolExecutor", SimPool) for module in (moonpool.node.orders, moonpool.node.offloading)],

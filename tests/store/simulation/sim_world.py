@@ -7,11 +7,8 @@ starts again what died, after a while.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from moonpool.base.errors import MoonpoolError
 from moonpool.master.service import Master, MasterConfig
@@ -21,15 +18,14 @@ from moonpool.node.service import Node
 from moonpool.node.ssd import SsdConfig
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
-from moonpool.store.messages import GRANULE_NBYTES, Placement, num_granules
-from moonpool.transfer.memory.fence import Fence
+from moonpool.store.messages import GRANULE_NBYTES, Placement
 from moonpool.transfer.memory.segment import Segment
 
 from .sim_disk import SimOs
 from .sim_history import History, describe
 from .sim_journal import JournalDisk, SimJournal
 from .sim_loop import SimLoop
-from .sim_memory import MemoryWatch, SimEngine, stamps_of
+from .sim_memory import MemoryWatch, SimEngine
 from .sim_net import Network
 from .sim_scheduler import Process, Scheduler
 
@@ -62,15 +58,6 @@ RULES: dict[str, Any] = {
 
 class Violation(AssertionError):
     """The store broke a promise."""
-
-
-class _Recount(NamedTuple):
-    """A node's report of what its memory holds."""
-
-    fence: Fence
-    stamps: NDArray[np.uint64]
-    num_lost: int  # of World.lost_generations at that time
-    late: dict[int, int]  # granules that had been written too late after an earlier report, with their stamps
 
 
 class SimNodeConfig(NodeConfig):
@@ -138,14 +125,14 @@ class World:
         self.think_s = 0.3  # between two calls of a client
         self.stop_in_copy: dict[Process, Callable[[], None]] = {}
         self.before_small_put: Callable[[Member], None] = lambda member: None
+        self.granules: Sequence[int] = (12, 24, 40)  # of a node's memory
+        self.before_write: Callable[[], None] = lambda: None
         self.flips = False  # bits are flipped in this world
         self.disk_nodes: set[str] = set()
         self.dram_nbytes: dict[str, int] = {}
         self.snapshot_entries = self.rng.choice((20, 60, 100_000))
         self.sync_s = self.rng.choice((0.1, 1.0))  # of the journal
         self._digest = hashlib.blake2b(digest_size=16)
-        self.lost_generations: list[range] = []  # issued by masters whose journal lost that, or never issued
-        self._recounts: dict[str, _Recount] = {}  # the latest of each node's memory
         self._last_incarnation = 0
         self._supervised = True
         self.master = Member("master", "m")
@@ -178,35 +165,6 @@ class World:
         made = SimJournal(self.journal_disk, self.scheduler, process, self.sync_s, self.snapshot_entries)
         return made, iter(replay)
 
-    def note_recount(self, segment: str, fence: Fence) -> None:
-        late = self._late_granules(segment) if self._is_latest(segment, fence) else {}
-        self._recounts[segment] = _Recount(fence, stamps_of(fence).copy(), len(self.lost_generations), late)
-
-    def was_written_too_late(self, segment: str, offset: int, nbytes: int) -> bool:
-        """The master that granted this space lost power, and the next one believes in what the space had before. It
-        cannot know better where the write came after the node's report.
-        """
-        programs = [each.program for each in self.nodes if each.program is not None]
-        fences = [each.segment.fence for each in programs if each.segment.name == segment]
-        if not fences or not self._is_latest(segment, fences[0]):
-            return False
-        late, first = self._late_granules(segment), offset // GRANULE_NBYTES
-        return any(granule in late for granule in range(first, first + num_granules(nbytes)))
-
-    def _is_latest(self, segment: str, fence: Fence) -> bool:
-        return segment in self._recounts and self._recounts[segment].fence is fence
-
-    def _late_granules(self, segment: str) -> dict[int, int]:
-        """Return what writers have stamped after a report of the node, with generations that were lost by then."""
-        fence, counted, num_lost, late = self._recounts[segment]
-        stamps = stamps_of(fence)
-        found = {granule: stamp for granule, stamp in late.items() if stamps[granule] == stamp}
-        for granule in np.flatnonzero(stamps != counted).tolist():
-            stamp = int(stamps[granule])
-            if any(stamp in lost for lost in self.lost_generations[:num_lost]):
-                found[granule] = stamp
-        return found
-
     # telling
 
     def note(self, what: str, *details: Any) -> None:
@@ -232,7 +190,7 @@ class World:
         for number in range(rng.randint(2, 4)):
             self.nodes.append(Member(f"n{number}", f"h{number}"))
         self.disk_nodes = {each.name for each in self.nodes if rng.random() < 0.6}
-        self.dram_nbytes = {each.name: rng.choice((12, 24, 40)) * GRANULE_NBYTES for each in self.nodes}
+        self.dram_nbytes = {each.name: rng.choice(self.granules) * GRANULE_NBYTES for each in self.nodes}
         for member in self.nodes:
             self.start_node(member)
 

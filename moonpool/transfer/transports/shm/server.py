@@ -23,6 +23,7 @@ from moonpool.base.errors import MoonpoolError, NotFound, Overloaded, ProtocolEr
 from moonpool.base.frames import HEADER_NBYTES, FrameDecoder, FrameKind
 from moonpool.base.rpc.protocol import Call, CallDecoder, encode_error, encode_value
 from moonpool.transfer.control import CALLS, ControlHandler
+from moonpool.transfer.memory.segment import LAYOUT_VERSION
 from moonpool.transfer.transports.sockets import hang_up
 
 _log = logging.getLogger(__name__)
@@ -33,15 +34,28 @@ _MAX_REQUEST_NBYTES = HEADER_NBYTES + 64 * 1024  # on one connection, in all
 
 
 class SegmentMemory(msgspec.Struct, frozen=True, array_like=True):
-    """How to map the memfd that comes with it (layout: transfer/memory/segment.py)."""
+    """How to map the memfd that comes with it (layout: transfer/memory/segment.py). Moonpool before layout 2 names no
+    layout, in either message.
+    """
 
     nbytes: int
     granule_nbytes: int | None
+    layout: int = 1
 
 
 class AskSegment(Call[SegmentMemory]):
     name: str
     incarnation: int
+    layout: int = 1
+
+
+def check_layout(layout: int) -> None:
+    """Raise ProtocolError if the peer maps memory in another layout than this process."""
+    if layout != LAYOUT_VERSION:
+        raise ProtocolError(
+            f"the peer uses layout {layout} of shared memory, this process layout {LAYOUT_VERSION}: "
+            "run the same version of Moonpool in both"
+        )
 
 
 _CALLS = CallDecoder([AskSegment, *CALLS])
@@ -163,6 +177,7 @@ class ShmServer:
             raise ConnectionAbortedError(f"an answer of {len(reply)} bytes did not fit")
 
     def _grant(self, client: _Client, call_id: int, ask: AskSegment) -> None:
+        check_layout(ask.layout)
         # Under the lock, so that after hang_up_segment() no client is being given a descriptor that is about to close.
         with self._lock:
             segment = self._control.segments.find(ask.name, ask.incarnation)
@@ -170,7 +185,8 @@ class ShmServer:
             if fd is None:
                 raise NotFound(f"segment {ask.name!r} is closed")
             client.segment = ask.name
-            memory = SegmentMemory(segment.nbytes, fence.granule_nbytes if fence is not None else None)
+            granule_nbytes = fence.granule_nbytes if fence is not None else None
+            memory = SegmentMemory(segment.nbytes, granule_nbytes, LAYOUT_VERSION)
             socket.send_fds(client.sock, [encode_value(FrameKind.REPLY, call_id, memory)], [fd])
 
 

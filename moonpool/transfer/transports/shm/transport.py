@@ -21,10 +21,17 @@ from moonpool.base.frames import HEADER_NBYTES, FrameKind, decode_header
 from moonpool.base.rpc.protocol import Call, decode_error, decode_reply, encode_call
 from moonpool.transfer.control import ControlHandler, Notify, check_message
 from moonpool.transfer.memory.location import host_id
-from moonpool.transfer.memory.segment import Borrowed, Segment
+from moonpool.transfer.memory.segment import LAYOUT_VERSION, Borrowed, Segment
 from moonpool.transfer.transports.base import Transport, check_bounds, rest_of
 from moonpool.transfer.transports.mapped import MappedRemote
-from moonpool.transfer.transports.shm.server import PREFIX, SUFFIX, AskSegment, ShmServer, sweep_sockets
+from moonpool.transfer.transports.shm.server import (
+    PREFIX,
+    SUFFIX,
+    AskSegment,
+    ShmServer,
+    check_layout,
+    sweep_sockets,
+)
 from moonpool.transfer.transports.sockets import PeerErrors, connect_unix, receive_exactly, receive_with_fds, send_all
 from moonpool.transfer.transports.tcp.frames import MAX_ANSWER_NBYTES
 
@@ -193,13 +200,14 @@ class ShmRemote(MappedRemote):
 
     def _fetch(self, sock: socket.socket, deadline: Deadline) -> Segment:
         """Asks for the memory and maps it."""
-        ask = AskSegment(name=self._descriptor.name, incarnation=self._descriptor.incarnation)
+        ask = AskSegment(self._descriptor.name, self._descriptor.incarnation, LAYOUT_VERSION)
         send_all(sock, [encode_call(ask, 1)], deadline)
         header, fds = receive_with_fds(sock, HEADER_NBYTES, deadline)
         try:
             memory = receive_reply(sock, ask, header, deadline)
             if len(fds) != 1:
                 raise ProtocolError("the owner's answer carries no memory")
+            check_layout(memory.layout)
             check_bounds(0, self.nbytes, memory.nbytes)
             return Segment.from_fd(
                 ask.name, fds[0], memory.nbytes, granule_nbytes=memory.granule_nbytes, incarnation=ask.incarnation

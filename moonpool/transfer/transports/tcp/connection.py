@@ -234,7 +234,7 @@ class TcpConnection:
         fence = segment.borrow().fence if segment.in_memory else segment.fence
         if fence is None:
             raise InvalidInput(f"segment {segment.name!r} has no generations to check; read without one")
-        fence.confirm(request.offset, request.nbytes, request.generation)
+        fence.check(request.offset, request.nbytes, request.generation)
         return fence
 
     def _read_memory(self, memory: memoryview, request: Request, fence: Fence | None) -> None:
@@ -355,7 +355,7 @@ def _nothing() -> None:
 def _verdict(fence: Fence, request: Request) -> ReadVerdict:
     """Whether the space still carries the generation that a READ expects."""
     try:
-        fence.confirm(request.offset, request.nbytes, request.generation)
+        fence.check(request.offset, request.nbytes, request.generation)
     except StaleGeneration:
         return ReadVerdict.STALE
     return ReadVerdict.SAME
