@@ -186,20 +186,26 @@ def test_tokens_and_blocks_cross_the_wire(two: TwoMachines, model: Path) -> None
     assert tokens_of(answer["choices"][0]["message"]["content"]) == alone(model, [*prompt, 3])
 
 
-def test_a_worker_with_another_secret(two: TwoMachines) -> None:
+def test_a_worker_with_another_secret(two: TwoMachines, model: Path) -> None:
+    """Nothing can be handed over to it. An answer whose prompt the pool has goes on there all the same: it computes the
+    prompt again. A prompt of less than a block is not in the pool."""
     starting = [
         two.worker(two.a, "prefill", "p-a2"),
         two.worker(two.b, "decode", "d-w", secret=two.wrong_secret),
     ]
     prefill, decode = [worker.ready() for worker in starting]
     two.keep_workers("p-a2", "d-w")
-    refused = two.complete(prompt_of(100, seed=2))
+    refused = two.complete(prompt_of(BLOCK_TOKENS - 6, seed=2))
     assert refused.status == 503
     assert "secret_file" in refused.body["error"]["message"]
     said = [line for line in prefill.log().splitlines() if "cannot write to the decode worker" in line]
     assert len(said) == 1, "once, though it was tried several times"
     assert "secret_file" in said[0]
     assert f"{two.a.address} was not let in: the caller's secret is not the owner's" in decode.log()
+    prompt = prompt_of(100, seed=2)
+    resumed = two.complete(prompt)
+    assert resumed.status == 200, resumed.text
+    assert tokens_of(resumed.body["choices"][0]["text"]) == alone(model, prompt)
 
 
 @pytest.mark.soak
@@ -210,7 +216,7 @@ def test_a_refusal_takes_less_than_15_s(two: TwoMachines) -> None:
         worker.ready()
     two.keep_workers("p-a3", "d-w3")
     began_s = time.monotonic()
-    refused = two.complete(prompt_of(100, seed=3))
+    refused = two.complete(prompt_of(BLOCK_TOKENS - 6, seed=3))
     took_s = time.monotonic() - began_s
     print(f"refused after {took_s:.2f} s")
     assert refused.status == 503
