@@ -91,6 +91,20 @@ def test_an_upsert_waits_until_the_old_value_is_void(pool: Pool) -> None:
     assert remembered_s(pool) == 10.0
 
 
+def test_a_late_report_renews_no_replica_that_has_left(pool: Pool) -> None:
+    """A reader remembers two replicas; after its lease one of them leaves, and nobody has to void it any more. If the
+    reader then went on to remember both, an upsert would void one, and the reader find the old value in the other.
+    """
+    (old,) = pool.state.lookup([b"k"], pool.now_s)
+    assert old is not None
+    pool.now_s = 20.0
+    assert pool.state.remove_replicas([b"k"], [old.replicas[1].segment], pool.now_s) == [True]
+    pool.check()
+    assert (pool.orders("a"), pool.orders("b")) == ([], [])
+    last = max(each.generation for each in old.replicas)
+    assert pool.state.renew_leases([b"k"], [last], pool.now_s, (2,)).is_there == [False]
+
+
 def test_an_upsert_waits_no_longer_than_the_lease_of_those_who_remember(pool: Pool) -> None:
     grant = pool.start(b"k", replace=True)
     pool.now_s = 9.9

@@ -24,8 +24,13 @@ WINDOW_S = 10.0
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[LocalPool]:
     """Two nodes, of which the master evicts little below what a put needs."""
-    watermarks: dict[str, Any] = {"high_watermark": 0.97, "low_watermark": 0.95}
-    rules = {"hot_hits": 4, "hot_window_s": WINDOW_S, "lease_s": 2.0, **watermarks}
+    rules: dict[str, Any] = {
+        "hot_hits": 4,
+        "hot_window_s": WINDOW_S,
+        "high_watermark": 0.97,
+        "low_watermark": 0.95,
+        "lease_s": 2.0,
+    }
     made = LocalPool(tmp_path, 16 * MIB, 2, journal_sync_s=0.0, **rules)
     yield made
     made.check_integrity()
