@@ -12,7 +12,7 @@ from state_model import FOREVER, G, OpenPut, Stored, claims_on
 from state_nodes import NodeEvents
 from state_world import KEYS, NODES, nodes, picks, rarely, some_keys
 
-from moonpool.base.errors import InvalidInput, NoSpace, NotFound, StaleGeneration, Unavailable
+from moonpool.base.errors import InvalidInput, NoSpace, NotFound, NotSettled, StaleGeneration, Unavailable
 from moonpool.master.state import snapshot
 from moonpool.store import messages as m
 
@@ -168,6 +168,10 @@ class PoolMachine(NodeEvents):
             infos = self.state.lookup(keys, self.now_s, prefix=prefix, session=holder)
         except StaleGeneration:
             self._begins_anew(session)
+            return
+        except NotSettled:
+            assert holder, "copies are read at once"
+            assert self.state.members.uncounted, "a restarted master has not heard from all nodes"
             return
         for found in infos:
             if found is None:

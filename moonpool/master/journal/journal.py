@@ -344,6 +344,8 @@ class Journal:
 
     def _told(self, error: OSError) -> MoonpoolError:
         """Log the error once, and let health() report it. Return the error to raise."""
+        if error.errno == errno.ENOENT:  # whichever call comes upon it first
+            error = OSError(errno.ENOENT, _REMOVED)
         mapped = as_moonpool_error(error, f"the journal in {self._folder.path} cannot be written")
         with self._lock:
             if self._error != str(mapped):
