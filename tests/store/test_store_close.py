@@ -131,9 +131,6 @@ def test_a_master_that_is_there_is_told(tmp_path: Path) -> None:
     try:
         assert pool.client().put(b"k", b"value")
         store = pool.client()
-        view_and_close(store)
-        put_twice(store)
-        read_twice(store)
         told: list[str] = []
         call_noting_repeats, call_once = store.master.call_noting_repeats, store.master.call_once
 
@@ -146,8 +143,11 @@ def test_a_master_that_is_there_is_told(tmp_path: Path) -> None:
 
         store.master.call_noting_repeats = note(call_noting_repeats)  # type: ignore[method-assign]
         store.master.call_once = note(call_once)  # type: ignore[method-assign]
+        view_and_close(store)
+        put_twice(store)
+        read_twice(store)
         store.close()
-        assert sorted(told) == ["PutRevoke", "RenewLeases", "Unpin"]
+        assert {"PutRevoke", "RenewLeases", "Unpin"} <= set(told), "a slow host may let it say some of this earlier"
         assert pool.on_loop(lambda: pool.master.state.stats().counters["ahead_bytes"]) == 0
     finally:
         pool.close()

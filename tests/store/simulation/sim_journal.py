@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+
+from moonpool.master.journal.journal import JournalHealth
 
 from .sim_scheduler import Process, Scheduler
 
@@ -65,6 +66,9 @@ class SimJournal:
     def sync_soon(self) -> None:
         """Do nothing: the slower the disk, the more a power failure finds to lose."""
 
+    def look_for_file(self) -> None:
+        """Do nothing: its folder stays."""
+
     def _sync(self) -> None:
         self._sync_planned = False
         self._disk.num_synced = len(self._disk.entries)
@@ -88,8 +92,8 @@ class SimJournal:
         self._disk.snapshot, self._disk.base = chunks, base
         self._writing = None
 
-    def health(self) -> Any:
-        return None
+    def health(self) -> JournalHealth:
+        return JournalHealth(True, None, 0, 0, 0, 0, self._writing is not None)
 
     def close(self) -> None:
         """Idempotent."""

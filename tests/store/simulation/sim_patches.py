@@ -305,6 +305,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (moonpool.master.state.segments.SegmentTable, "end", _end(moonpool.master.state.segments.SegmentTable.end)),
         (SimPool, "scheduler", staticmethod(lambda: _world().scheduler)),
         *[(module, "ThreadPoolExecutor", SimPool) for module in (moonpool.node.orders, moonpool.node.offloading)],
+        *[(moonpool.base.rpc.aio_server, name, nothing) for name in ("add_own_socket", "remove_own_socket")],
         (moonpool.node.session_registry, "os", SimpleNamespace(path=_Paths, makedirs=nothing)),
         (moonpool.node.service, "TransferEngine", lambda config: SimEngine(_world(), _world().scheduler.current)),
         (moonpool.node.service, "check_numa_node", nothing),
