@@ -29,6 +29,7 @@ from moonpool.cli.stat import _as_lines
 from moonpool.store import Store
 from moonpool.store import messages as m
 from moonpool.store.client import Put, PutOptions, PutRequest
+from moonpool.store.client.put_session import PutSession
 
 TIMES = {"late": 1, "cut": 2}  # until a call fails: one whose connection broke is sent once more
 HASTY: dict[str, Any] = {"retry_s": 0.0, "silence_s": 0.2}  # of a client: it gives an answer up soon
@@ -242,6 +243,22 @@ def test_a_restarted_master_is_told_too(pool: LocalPool, client: Store) -> None:
     patiently(lambda: client.exist(b"other"))
     wait_until(lambda: unfinished(pool) == (0, 0, 0), "the grant of the earlier master is free")
     wait_until(lambda: has_put(client, b"lost"), "nothing is placed before the node has reported")
+
+
+def test_puts_that_end_while_the_master_is_away_leave_nothing_behind(pool: LocalPool, client: Store) -> None:
+    """The journal has them as unfinished, and nobody else knows of them."""
+    requests = [PutRequest(key=b"k%d" % number, piece_nbytes=(5000,)) for number in range(6)]
+    begun = [each for each in client.piece_puts.begin(requests) if isinstance(each, PutSession)]
+    for each in begun:
+        each.write_piece(0, b"x" * 5000)
+    pool.loop.run(pool.master.close())
+    with pytest.raises(Unavailable):
+        client.piece_puts.finish(begun[:3])
+    client.piece_puts.abort(begun[3:])
+    pool.start_master()
+    assert unfinished(pool)[0] == len(begun) == 6
+    patiently(lambda: client.exist(b"other"))
+    assert unfinished(pool) == (0, 0, 0)
 
 
 def has_put(client: Store, key: bytes) -> bool:
