@@ -34,11 +34,12 @@ QUICK_MUTATIONS = {
 }
 # Found by one storm in fifty to some hundreds.
 STORM_MUTATIONS = {
-    "unanswered recounts are forgotten": range(15, 315),
+    "unanswered recounts are forgotten": range(111, 411),
     "what is not synced is remembered": range(3, 303),
-    "memory is mounted again as it is": range(288, 588),
     "answers are forgotten in a restart": range(6, 56),
 }
+# None of 300 storms finds these since their histories have changed; `make soak` searches among more.
+SOAK_STORM_MUTATIONS = ("memory is mounted again as it is",)
 ROOT = Path(__file__).parents[2]
 
 
@@ -119,8 +120,15 @@ def test_storms_find_planted_bugs(name: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SOAK_STORM_MUTATIONS)
+def test_many_storms_find_planted_bugs(name: str) -> None:
+    assert find(name, range(NUM_SOAK_STORMS), is_storm=True) is not None
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", sorted(set(MUTATIONS) - {*QUICK_MUTATIONS, *STORM_MUTATIONS}))
+@pytest.mark.parametrize("name", sorted(set(MUTATIONS) - {*QUICK_MUTATIONS, *STORM_MUTATIONS, *SOAK_STORM_MUTATIONS}))
 def test_all_planted_bugs_are_found(name: str) -> None:
     assert find(name, range(1000)) is not None
 
