@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -84,6 +85,34 @@ def test_its_length_is_what_waits(queue: SendQueue) -> None:
     wait_until(lambda: len(queue) <= 2, "the one that waits at the gate is not counted")
     assert len(queue) == 2
     gate.set()
+
+
+def test_hand_offs_count_until_they_have_ended(queue: SendQueue) -> None:
+    """A worker that leaves waits until its queue is empty; a hand-off on the wire, or not answered, must not be cut."""
+    transfer, call, ended = Pending[None](), Future[None](), list[str]()
+    queue.put_after(transfer, lambda: ended.append("written"))
+    queue.put_answered(call, lambda: ended.append("answered"))
+    assert len(queue) == 2
+    transfer.resolve(None)
+    wait_until(lambda: ended == ["written"], "its task has run")
+    wait_until(lambda: len(queue) <= 1, "and is not counted any more")
+    assert len(queue) == 1
+    call.set_result(None)
+    wait_until(lambda: not len(queue), "nothing is under way")
+    assert ended == ["written", "answered"]
+
+
+def test_the_pool_does_not_wait_for_an_answer_but_close_does() -> None:
+    queue, call, order, done = SendQueue(), Future[None](), list[str](), threading.Event()
+    queue.put_answered(call, lambda: order.append("answered"), "worker")
+    queue.put(Urgency.POOL, lambda: order.append("pool"))
+    queue.put(Urgency.POOL, done.set)
+    assert done.wait(HANG_S), "nothing of a call is on the wire to the pool"
+    closing = threading.Thread(target=queue.close, args=[HANG_S])
+    closing.start()
+    call.set_result(None)
+    closing.join(HANG_S)
+    assert order == ["pool", "answered"]
 
 
 def test_a_pool_that_hangs_delays_no_hand_off(queue: SendQueue) -> None:

@@ -83,9 +83,10 @@ class SendQueue:
         transfer.add_done_callback(lambda _: self._end_handoff())
 
     def __len__(self) -> int:
-        """Return the number of tasks that have not begun, those that wait for an answer included."""
+        """Return the number of pool tasks that have not begun, and of tasks, transfers and calls of hand-offs that have
+        not ended."""
         with self._changed:
-            return sum(map(len, self._lanes.values())) + self._num_calls
+            return len(self._lanes.get(_POOL, ())) + self._num_handoffs + self._num_calls
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Run what is queued, wait for answers, then end the threads; give up after `timeout_s`. Idempotent."""
