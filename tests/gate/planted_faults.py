@@ -11,6 +11,7 @@ from dataclasses import dataclass
 _NONE_DROPPED = "tests/frontend/test_none_dropped.py::test_every_request_is_answered_once_and_whole"
 _REUSE = "tests/faults/test_pool_limit.py::test_a_worker_pulls_no_more_than_it_is_told"
 _HAND_OFF = "tests/worker/test_handoff_steps.py::test_a_hand_off_joins_the_step_after_its_check"
+_HOT = "tests/master/test_state_hot_keys.py"
 _ANSWER, _LAST = "frontend/answer.py", 'last = b"".join(map(sse, self._form.closing())) + _DONE'
 _ROUTE = (
     "conductor/service.py",
@@ -150,6 +151,30 @@ _PROMISES = (
             ),
         ),
         ("tests/engine/test_scheduler.py::test_adopted_sequence_decodes_from_its_pages", _HAND_OFF),
+    ),
+    Fault(
+        "hot-copy-evicts-what-is-worth-more",
+        "A copy of a hot object takes the place of whatever eviction would drop next.",
+        (
+            (
+                "master/state/hot_replicas.py",
+                "kept.isdisjoint(members) and self._worth(members, now_s) < worth\n",
+                "kept.isdisjoint(members)\n",
+            ),
+        ),
+        (f"{_HOT}::test_what_is_worth_more_per_byte_stays",),
+    ),
+    Fault(
+        "extra-replica-goes-last",
+        "Eviction drops an object with its extra replicas, as if a writer had asked for them.",
+        (("master/state/evictor.py", "[each for each in members if each in table.hot]", "list[int]()"),),
+        (f"{_HOT}::test_a_replica_goes_before_its_object",),
+    ),
+    Fault(
+        "late-report-renews-what-has-left",
+        "A reader that reports reads of two replicas goes on to remember both when one has left.",
+        (("master/state/reads.py", "there = num_replicas == 1 and", "there = num_replicas >= 1 and"),),
+        ("tests/master/test_state_voids.py::test_a_late_report_renews_no_replica_that_has_left",),
     ),
 )
 

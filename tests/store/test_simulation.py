@@ -30,6 +30,7 @@ QUICK_MUTATIONS = {
     "puts are not journalled": range(4, 204),
     "removed records are adopted": range(32, 232),
     "views are not pinned": range(3, 203),
+    "replicas stay when their key has cooled": range(200),
     "every generation is believed": range(5, 6),
 }
 # Found by one storm in fifty to some hundreds.

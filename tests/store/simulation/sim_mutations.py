@@ -192,14 +192,6 @@ def _replicas_stay_when_their_key_has_cooled() -> list[Change]:
     return [(HotReplicas, "_review", lambda self, now_s, limit: False)]
 
 
-def _reports_of_replicas_that_left_renew_them() -> list[Change]:
-    def has_some(self: ReadState, slot: int, last_generation: int, num_replicas: int) -> bool:
-        found = self._index.table.dram_replicas(slot)
-        return 0 < len(found) <= num_replicas and found[0].generation <= last_generation
-
-    return [(ReadState, "_has_replicas", has_some)]
-
-
 MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "discard frees at once": _discard_frees_at_once,
     "sessions hold nothing": _sessions_hold_nothing,
@@ -229,7 +221,6 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "what is not synced is remembered": _what_is_not_synced_is_remembered,
     "every generation is believed": _every_generation_is_believed,
     "replicas stay when their key has cooled": _replicas_stay_when_their_key_has_cooled,
-    "reports of replicas that left renew them": _reports_of_replicas_that_left_renew_them,
     "answers are forgotten in a restart": _answers_are_forgotten_in_a_restart,
 }
 
