@@ -73,7 +73,7 @@ def client_main(run_dir: str, block_nbytes: str, masters: str) -> None:
 
 
 def others_main(masters: str, dram_nbytes: str) -> None:
-    """Answer each line, {"pool": name, "seed": number, "gets": count}, with the number of hits when these gets are done.
+    """Do the gets of each line, {"pool": name, "seed": number, "gets": count}, and answer with the number of hits.
     What is not found is put. With "gets" 0, put all objects once.
     """
     count = int(_OTHERS_PART * 2 * int(dram_nbytes)) // _OTHER_NBYTES
