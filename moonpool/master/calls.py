@@ -6,7 +6,8 @@ the event to the journal. The master answers a call after that, so every answer 
 Most calls may be repeated: generations (puts), incarnations (segments) and names (drains) tell a repeated call from a
 new one. A Remove has none of these, so the client numbers it, and state/answers.py answers a repeated one:
 otherwise a copy that arrives late, over a connection that its client has given up, could remove what was stored after
-it.
+it. A PutStart is never repeated: it has another number each time it is sent, and the client names the numbers that it
+has given up (PutDrop).
 """
 
 from __future__ import annotations

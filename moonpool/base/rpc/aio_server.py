@@ -12,8 +12,7 @@ waits, which the call states, is counted from the moment at which its bytes had 
 caller still waits is not refused. The clock is the one that callers wait by, which goes on while this process is
 stopped. Bytes that arrived while the event loop handled something else, or while the process was stopped, count from
 the moment at which the loop looks at its sockets again: for how long they have been there is unknown, and their calls
-are carried out. A service whose answers give something away must be told which of them were not taken, as the master is
-by PutDrop.
+are carried out. A service whose answers give something away must be told which of them were not taken.
 """
 
 from __future__ import annotations
