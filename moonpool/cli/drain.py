@@ -23,6 +23,7 @@ from moonpool.cli.pool import (
     ConductorOption,
     MasterOption,
     ask_conductor,
+    change_workers,
     conductor_address,
     master_address,
     pool,
@@ -78,7 +79,7 @@ def _tell_worker(worker: WorkerInfo, conductor: str, progress: BoundedWait, forc
     that has passed on nothing, and the next one is told again."""
     while _is_registered(worker, conductor):
         try:
-            ask_conductor(conductor, DrainWorker(worker=worker.name, force=force))
+            change_workers(conductor, DrainWorker(worker=worker.name, force=force))
         except NotFound:  # it has left since its registration was seen
             return
         progress.pause("it does not know yet that it drains")

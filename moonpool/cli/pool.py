@@ -7,6 +7,7 @@ certificate (MOONPOOL_TLS_CERT_FILE, MOONPOOL_TLS_KEY_FILE, MOONPOOL_TLS_CA_FILE
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Annotated, TypeVar
@@ -18,12 +19,14 @@ from moonpool.base.cluster import CONDUCTOR_SERVICE
 from moonpool.base.errors import Unauthorized, Unavailable
 from moonpool.base.rpc import BlockingClient, Call
 from moonpool.base.run_dirs import conductor_beside
+from moonpool.conductor.messages import TAKEOVER_S
 from moonpool.store import Store
 from moonpool.store.client import ClientConfig
 from moonpool.store.client.config import CREDENTIAL_VARIABLES, find_master
 
 CONDUCTOR_VARIABLE = "MOONPOOL_CONDUCTOR"
 _R = TypeVar("_R")
+_ASK_AGAIN_S = 0.2
 _RETRY_S = 2.0  # shorter than in programs: a person waits for the result
 
 MasterOption = Annotated[
@@ -72,6 +75,19 @@ def ask_conductor(address: str, call: Call[_R], timeout_s: float = 2.0) -> _R:
             if number == len(addresses):
                 raise
     raise AssertionError("there is at least one address")
+
+
+def change_workers(address: str, call: Call[_R]) -> _R:
+    """Return the reply of the conductor that may change workers, as `ask_conductor` does. Ask again for a while: when
+    that conductor has just ended, another one gets the right some seconds later."""
+    deadline_s = time.monotonic() + TAKEOVER_S
+    while True:
+        try:
+            return ask_conductor(address, call)
+        except Unavailable:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(_ASK_AGAIN_S)
 
 
 @contextmanager

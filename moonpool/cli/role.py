@@ -14,7 +14,14 @@ import typer
 from moonpool.base.cluster import WorkerInfo, WorkerRole
 from moonpool.base.errors import DeadlineExceeded
 from moonpool.base.run_dirs import conductor_beside
-from moonpool.cli.pool import CONDUCTOR_VARIABLE, ConductorOption, ask_conductor, master_address, named_conductor
+from moonpool.cli.pool import (
+    CONDUCTOR_VARIABLE,
+    ConductorOption,
+    ask_conductor,
+    change_workers,
+    master_address,
+    named_conductor,
+)
 from moonpool.conductor.messages import SetRole, Status
 
 _TIMEOUT_S = 10.0
@@ -35,7 +42,7 @@ def command(
         raise typer.BadParameter(
             f"no conductor runs on this machine; name one with --conductor or {CONDUCTOR_VARIABLE}"
         )
-    ask_conductor(address, SetRole(worker=worker, role=wanted))
+    change_workers(address, SetRole(worker=worker, role=wanted))
     deadline_s = time.monotonic() + _TIMEOUT_S
     while not _is_so(info := _info(address, worker), wanted):
         if time.monotonic() > deadline_s:

@@ -10,6 +10,10 @@ from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Signed, Tokens
 from moonpool.base.rpc import Call, StreamCall
 
+# Callers that change workers ask again for this long: when the conductor that may change them ends, another one gets
+# the right some seconds later (role_lease.py).
+TAKEOVER_S = 10.0
+
 
 class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
     name: str

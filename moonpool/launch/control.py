@@ -21,7 +21,7 @@ from moonpool.base.errors import ConfigError, InvalidInput, Unavailable
 from moonpool.base.rpc import AsyncClient, Call, RpcPeer, RpcServer
 from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.base.run_dirs import LAUNCHER, socket_address
-from moonpool.conductor.messages import DrainWorker, Status
+from moonpool.conductor.messages import TAKEOVER_S, DrainWorker, Status
 from moonpool.engine.config import gpu_index
 from moonpool.frontend.tour_messages import FillPool, KillWorker
 from moonpool.launch.checks import require_memory
@@ -37,7 +37,7 @@ from moonpool.launch.tour import TourControl
 _LOG = logging.getLogger(__name__)
 _R = TypeVar("_R")
 _ASK_S = 5.0
-_RECONNECT_S = 0.2
+_RECONNECT_S = _ASK_AGAIN_S = 0.2
 _WORKER, _FRONTEND = "worker", "frontend"  # commands of roles
 
 
@@ -158,10 +158,22 @@ class ControlServer:
             launcher.add(role)
         for name in plan.drains:
             if name in registered:
-                await self._ask(DrainWorker(worker=name))
+                await self._drain(name)
             launcher.retire(name, at_once=name not in registered)
         self._change_expected(set(plan.drains), [role.name for role in roles])
         return ScaleReply(started=tuple(role.name for role in roles), draining=plan.drains)
+
+    async def _drain(self, name: str) -> None:
+        """Drain the worker. Ask for a while: when the conductor that may change workers has just ended, another one
+        gets the right some seconds later. Raise Unavailable if none does."""
+        deadline_s = time.monotonic() + TAKEOVER_S
+        while True:
+            try:
+                return await self._ask(DrainWorker(worker=name))
+            except Unavailable:
+                if time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     def _change_expected(self, gone: set[str], new: list[str]) -> None:
         """Let front ends that are started again expect the workers that there are then."""
