@@ -243,7 +243,8 @@ def measure_hot(options: argparse.Namespace) -> Iterator[tuple[str, float, str]]
     shares: list[float] = []
     with HotPrefixLab(options.clients, options.block_kib << 10, options.rate_mbit) as lab:
         for pool in (one, two):  # so that both have learned which of the other objects are used often
-            lab.read(pool, 0, 10 * options.gets, seed=0)
+            for seed in range(1000, 1010):
+                lab.read(pool, 1, options.gets, seed)  # the prefix, too: it would be evicted
         hot_after_s = _make_hot(lab, two)
         full = [counted["used"] / counted["capacity"] for counted in map(lab.counted, (one, two))]
         for seed in range(1, options.rounds + 1):
