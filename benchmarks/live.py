@@ -249,6 +249,8 @@ def measure_hot(options: argparse.Namespace) -> Iterator[tuple[str, float, str]]
         full = [counted["used"] / counted["capacity"] for counted in map(lab.counted, (one, two))]
         for seed in range(1, options.rounds + 1):
             for pool in (one, two):
+                if pool == two:  # it cools while the other one is measured
+                    _make_hot(lab, two)
                 before = lab.sent_nbytes()
                 rate, found = lab.read(pool, options.times, options.gets, seed)
                 sent = [after - earlier for after, earlier in zip(lab.sent_nbytes(), before, strict=True)]
