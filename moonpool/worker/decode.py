@@ -182,9 +182,13 @@ class DecodeRole:
 
     async def _commit(self, incoming: Incoming, call: CommitHandoff) -> None:
         """Take one turn of the engine's thread: all hand-offs that are verified by then enter the next step."""
-        is_good = await asyncio.get_running_loop().run_in_executor(
-            self._verifiers, self._verify, incoming, call.checksums
-        )
+        try:
+            is_good = await asyncio.get_running_loop().run_in_executor(
+                self._verifiers, self._verify, incoming, call.checksums
+            )
+        except BaseException:  # the device failed, or the worker closes
+            self._free_later([incoming])
+            raise
         await self._on_engine(lambda: self._adopt(incoming, call) if is_good else self._refuse(incoming))
 
     def _verify(self, incoming: Incoming, expected: bytes) -> bool:

@@ -231,6 +231,17 @@ async def test_a_step_launched_before_the_pages_were_reserved_damages_them(worke
     assert worker.scheduler.pages.num_available == LAYOUT.num_pages
 
 
+async def test_pages_that_cannot_be_checked_are_freed(worker: PlayedWorker) -> None:
+    ticket = await worker.reserve("r")
+    worker.pieces.check_together = threading.Barrier(2)
+    worker.pieces.check_together.abort()
+    commit = worker.commit(ticket)
+    with pytest.raises(threading.BrokenBarrierError):
+        await commit
+    assert worker.step() == []
+    assert worker.scheduler.pages.num_available == LAYOUT.num_pages
+
+
 async def test_a_commit_does_not_wait_for_steps_launched_since_the_pages_were_reserved(worker: PlayedWorker) -> None:
     """Those do not write to its pages, and on a GPU there is always one under way."""
     ticket = await worker.reserve("r")
