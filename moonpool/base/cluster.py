@@ -50,6 +50,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""  # the processor that it computes with; workers of one kind share cost models
     leaves: bool = False  # it drains: it takes nothing new, and its process ends when it has nothing left to do
     host: str = ""  # its machine, as nodes of the pool name theirs; "": not known
+    report_every_s: Seconds = 2.0  # a report comes at least this often
 
 
 class AssignedRole(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +136,8 @@ class CountOthers(Call[int]):
 class ReportWorker(Call[AssignedRole | None]):
     """A key is in at most one of `cached` and `dropped`: what it is after all changes since the last report. `arrived`
     are the requests that came to this decode worker since then: `load` counts their pages, as reserved or as waiting.
+    The engine's task under way has taken `step_s` seconds without progress, and is overdue after `step_due_s`; `load`
+    and changes are those before it.
 
     Returns the role that the worker should take: it then registers again with that role. None: nothing changes.
     NotFound when this incarnation is not registered or a report is missing: register again and report all.
@@ -150,3 +153,10 @@ class ReportWorker(Call[AssignedRole | None]):
     decodes: tuple[DecodeSample, ...] = ()
     pulls: tuple[PullSample, ...] = ()
     arrived: tuple[str, ...] = ()
+    step_s: Seconds = 0.0
+    step_due_s: Seconds = 0.0
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the engine's task should have gone on by now."""
+        return 0 < self.step_due_s <= self.step_s

@@ -4,7 +4,8 @@ A role tells its parent one JSON line on an inherited descriptor (`--ready-fd`):
 or {"error": message} when it cannot. SIGTERM and SIGINT close it gracefully; a close that takes longer than
 CLOSE_TIMEOUT_S is cut short. Exit codes: 0 stopped as asked, 1 it could not start or lacked memory (a reason was
 given), 3 a child of a launcher was drained and must not be started again, 4 a socket of a launcher's child was removed,
-70 a bug. A role that was started by hand, without such a descriptor, logs one line when it is ready.
+5 a worker's engine hung (worker/watchdog.py), 70 a bug. A role that was started by hand, without such a descriptor,
+logs one line when it is ready.
 
 Sockets: a process whose Unix socket was removed, or replaced by another one, can be reached by no new client. It says
 so within LOOK_S. A child of a launcher then ends, and is started again with a new socket, as soon as the folder for
@@ -49,6 +50,7 @@ DRAIN_S = 30.0  # after SIGTERM, for a role that was started by hand; what Kuber
 EXIT_FAILED = 1
 EXIT_DRAINED = 3
 EXIT_UNREACHABLE = 4
+EXIT_HANGS = 5
 LOOK_S = 1.0  # between looks for the files of this process's sockets
 EXIT_BUG = 70
 _MAX_REASON = 2000  # characters

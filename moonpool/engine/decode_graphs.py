@@ -13,7 +13,7 @@ tokens. At most two steps are under way: tokens() of the first is called before 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -90,6 +90,7 @@ class DecodeGraphs:
         self._known: list[list[tuple[int, ...]]] = [[() for _ in range(most)] for _ in range(2)]
         self._turns = count()
         self._graphs: dict[int, _Graph] = {}
+        self.on_prepare: Callable[[str], None] = lambda what: None
 
     def fits(self, chunks: Sequence[Chunk]) -> bool:
         return len(chunks) <= self._sizes[-1] and all(
@@ -156,6 +157,7 @@ class DecodeGraphs:
         return graph
 
     def _capture(self, size: int) -> _Graph:
+        self.on_prepare(f"the capture of a CUDA graph for {size} sequences")
         torch.cuda.current_stream(self._device).synchronize()
         saved = self._best.clone()
         self._inputs[2 * self._most : 3 * self._most].zero_()  # all rows are padding: nothing is written to pages

@@ -5,7 +5,7 @@ While the host reads the tokens of one step, the GPU computes the next one (deco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,7 +45,10 @@ class LaunchedStep(Protocol):
 
 
 class StepLauncher(Protocol):
-    """Launches decode steps without waiting for them (decode_graphs.py)."""
+    """Launches decode steps without waiting for them (decode_graphs.py). `on_prepare` is called before it prepares
+    something during a launch, which may take seconds."""
+
+    on_prepare: Callable[[str], None]
 
     def fits(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether this is a decode step that can be launched."""

@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 
 from moonpool.base.config import option_name
-from moonpool.base.process import EXIT_DRAINED, EXIT_UNREACHABLE, Lifeline, ReadyReport
+from moonpool.base.process import EXIT_DRAINED, EXIT_HANGS, EXIT_UNREACHABLE, Lifeline, ReadyReport
 from moonpool.launch.role_settings import child_environment
 from moonpool.launch.template import Template
 
@@ -82,6 +82,8 @@ class Child:
         code = self._status = os.waitstatus_to_exitcode(status)
         if code == EXIT_UNREACHABLE:
             return "a socket of it was removed or replaced"
+        if code == EXIT_HANGS:
+            return "its engine hung"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     @property

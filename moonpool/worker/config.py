@@ -9,6 +9,7 @@ from moonpool.base.rpc.breaker import BreakerLimits
 from moonpool.engine.config import Device, DType, EngineConfig, KvDType, ModelConfig, gpu_index
 from moonpool.engine.device_memory import DeviceNeed
 from moonpool.transfer.config import TransferConfig, WireConfig
+from moonpool.worker.watchdog import TaskLimits
 
 HOST_KV_NBYTES = 512_000_000  # KV pages of a worker on the CPU, by default
 GPU_BATCH_TOKENS = 8192  # tokens computed per step on a GPU, by default: with fewer, launching kernels takes longer
@@ -59,6 +60,11 @@ class WorkerConfig(WireConfig):
     pool_silence_s: float = BreakerLimits.silence_s
     pool_timeout_s: float = 2.0  # seconds to wait for one reply of the pool's master
     pool_rest_s: float = 10.0  # seconds without the pool after it did not reply
+    # end this process when a step has gone on for so many seconds without progress, and five times longer than
+    # expected; after half of that the conductor sends requests elsewhere
+    step_limit_s: float = 6.0
+    # the same for the first step, and for one that captures a CUDA graph
+    prepare_limit_s: float = 120.0
 
     @property
     def gpu(self) -> int | None:
@@ -103,6 +109,10 @@ class WorkerConfig(WireConfig):
             device=self.device,
             threads=self.threads,
         )
+
+    def task_limits(self) -> TaskLimits:
+        """Return the watchdog's part of this configuration. Raise ConfigError for a limit of 0."""
+        return TaskLimits(self.step_limit_s, self.prepare_limit_s)
 
     def transfer(self) -> TransferConfig:
         """Return the transfer engine's part of this configuration."""

@@ -207,7 +207,7 @@ class DecodeRole:
 
     async def _on_engine(self, function: Callable[[], T]) -> T:
         assert self.loop is not None
-        return await asyncio.wrap_future(self.loop.call(function))
+        return await self.loop.ask(function)
 
     # -- between steps, on the engine's thread ---------------------------------------------------------------
 

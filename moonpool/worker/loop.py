@@ -6,6 +6,7 @@ sleeps until a function is posted.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import queue
@@ -14,13 +15,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from moonpool.base.errors import Cancelled, MoonpoolError
+from moonpool.base.errors import Cancelled, MoonpoolError, Unavailable
 from moonpool.engine.engine import Engine, StepFailure, StepOutput
+from moonpool.worker.watchdog import LOOK_S, EngineProgress
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 # Nothing can be computed although requests wait (all pages are held elsewhere): try again this often.
 STALLED_WAIT_S = 0.02
+
+
+def retrieve(future: asyncio.Future[T]) -> None:
+    """Retrieve the error of a future that no task waits for any more, so that asyncio does not log it."""
+    if not future.cancelled():
+        future.exception()
 
 
 class _Call(Generic[T]):
@@ -52,7 +60,8 @@ class EngineLoop:
     """`on_step` gets each step's outputs, `at_boundary` runs between steps; both on the engine's thread.
 
     `on_fatal` is called when the thread cannot go on: the engine no longer computes, or the state of pages and
-    sequences may be inconsistent. An error of one request goes to that request instead.
+    sequences may be inconsistent. An error of one request goes to that request instead. `progress` says what the thread
+    does.
     """
 
     def __init__(
@@ -62,8 +71,9 @@ class EngineLoop:
         on_step: Callable[[list[StepOutput | StepFailure]], None],
         at_boundary: Callable[[], None],
         on_fatal: Callable[[BaseException], None],
+        progress: EngineProgress,
     ) -> None:
-        self._engine = engine
+        self._engine, self.progress = engine, progress
         self._on_step, self._at_boundary, self._on_fatal = on_step, at_boundary, on_fatal
         self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
@@ -88,6 +98,20 @@ class EngineLoop:
             self._refuse_rest()
         return call.future
 
+    async def ask(self, function: Callable[[], T]) -> T:
+        """As call(), for the event loop: return the function's result. Raise Unavailable when the thread is overdue
+        with something else; the function may still run later."""
+        future = asyncio.wrap_future(self.call(function))
+        try:
+            while not (await asyncio.wait((future,), timeout=LOOK_S))[0]:
+                if self.progress.is_overdue:
+                    future.add_done_callback(retrieve)
+                    raise Unavailable("the worker's engine does not go on")
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        return future.result()
+
     def close(self, timeout_s: float = 2.0) -> None:
         """End the thread after the current step. Idempotent."""
         self._closed = True
@@ -110,25 +134,30 @@ class EngineLoop:
                     item.refuse()
 
     def _run(self) -> None:
+        self.progress.thread_id = threading.get_ident()
         try:
             stalled = False
             while self._drain(stalled):
+                self.progress.begin("the work between two steps")
                 self._at_boundary()
                 stalled = self._engine.has_work() and not self._step()
         except BaseException as error:  # noqa: BLE001 - `on_fatal` ends the process
             _LOG.exception("the engine failed")
             self._on_fatal(error)
         finally:
+            self.progress.rest()
             self._end()
 
     def _step(self) -> bool:
         """Run one step; return whether anything was computed."""
         before = self._engine.num_steps
+        self.progress.begin("a step")
         self._on_step(self._engine.step())
         return self._engine.num_steps > before
 
     def _drain(self, stalled: bool) -> bool:
         """Run the posted functions, waiting for one when there is nothing to compute. Return False when closed."""
+        self.progress.rest()
         try:
             if stalled:
                 item = self._posted.get(timeout=STALLED_WAIT_S)
@@ -137,6 +166,7 @@ class EngineLoop:
             while True:
                 if item is None:
                     return False
+                self.progress.begin("a posted function")
                 item()
                 item = self._posted.get_nowait()
         except queue.Empty:

@@ -103,7 +103,7 @@ class PrefillRole:
         prompt = Prompt(spec, self._make_push(call.ticket, sequence.keys), send, self._clock.now_s())
         assert self.loop is not None
         try:
-            await asyncio.wrap_future(self.loop.call(lambda: self._add(name, sequence, prompt)))
+            await self.loop.ask(lambda: self._add(name, sequence, prompt))
             item = await _next(items, deadline)
             yield item
             if item.reply is not None and item.reply.finish_reason is None:
@@ -283,7 +283,14 @@ class PrefillRole:
             job.wait_layer(layer, self._pull_deadline.remaining_s())
         self._stalled_s += self._clock.now_s() - started_s
 
+    @property
+    def waits_at_most_s(self) -> float:
+        """How long the current step may still wait for its pulls."""
+        return self._pull_deadline.remaining_s() if self._jobs else 0.0
+
     def after_layer(self, layer: int) -> None:
+        assert self.loop is not None
+        self.loop.progress.went_on()
         for chunk in self._chunks:
             prompt = self._prompts.get(chunk.request_id)
             if prompt is not None:

@@ -1,6 +1,8 @@
 """Reports this worker's cached blocks, load and samples to each conductor, and registers again after a lost connection.
 
-Reports are numbered from 1 after each registration; the first one lists all cached blocks.
+Reports are numbered from 1 after each registration; the first one lists all cached blocks. Reports come from the event
+loop: the engine's thread is asked for what is new before each, and if that takes longer than a heartbeat, the report
+goes out without it. It says for how long the engine's task has been under way.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
@@ -30,6 +34,7 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import AsyncClient, Call
 from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.engine.scheduler import Scheduler
+from moonpool.worker.loop import EngineLoop, retrieve
 from moonpool.worker.metrics import Samples
 
 T = TypeVar("T")
@@ -42,7 +47,8 @@ _MAX_EVENTS = 65_536  # that wait for a conductor
 
 
 class ReportSource:
-    """Gives every change of the pages and every sample to all collectors. On the engine's thread.
+    """Gives every change of the pages and every sample to all collectors. On the engine's thread; collectors hold
+    `lock` where they take on the event loop what was given to them.
 
     `staged_tokens` returns the tokens that this worker still computes for pipelines, `unreserved_pages` the pages that
     requests need which wait to reserve them."""
@@ -57,6 +63,8 @@ class ReportSource:
         self.scheduler = scheduler
         self._samples, self._staged_tokens, self._unreserved_pages = samples, staged_tokens, unreserved_pages
         self.collectors: list[ReportCollector] = []
+        self.lock = threading.Lock()
+        self.shared_load = WorkerLoad()  # when share() ran last
 
     def load(self) -> WorkerLoad:
         """Return the worker's load: its queues, its stages, and the requests that wait to reserve pages."""
@@ -71,18 +79,19 @@ class ReportSource:
         """Hand out what is new."""
         events, taken = self.scheduler.pages.drain_events(), self._samples
         prefills, decodes, pulls = _drain(taken.prefills), _drain(taken.decodes), _drain(taken.pulls)
-        arrived = _drain(taken.arrived)
-        for each in self.collectors:
-            each.add(events)
-            each.samples.prefills.extend(prefills)
-            each.samples.decodes.extend(decodes)
-            each.samples.pulls.extend(pulls)
-            each.samples.arrived.extend(arrived)
+        arrived, load = _drain(taken.arrived), self.load()
+        with self.lock:
+            self.shared_load = load
+            for each in self.collectors:
+                each.add(events)
+                each.samples.prefills.extend(prefills)
+                each.samples.decodes.extend(decodes)
+                each.samples.pulls.extend(pulls)
+                each.samples.arrived.extend(arrived)
 
 
 class ReportCollector:
-    """Collects the changes for the next report to one conductor. Every call is on the engine's thread, but
-    must_start_over()."""
+    """Collects the changes for the next report to one conductor."""
 
     def __init__(self, name: str, incarnation: int, source: ReportSource) -> None:
         self._name, self._incarnation = name, incarnation
@@ -95,27 +104,34 @@ class ReportCollector:
         source.collectors.append(self)
 
     def add(self, events: Mapping[bytes, bool]) -> None:
-        """Keep these events for the next report."""
+        """Keep these events for the next report. With the source's lock."""
         self._events.update(events)
         if len(self._events) > _MAX_EVENTS:
             self._events, self._is_behind = {}, True
 
-    def report(self, sequence: int) -> ReportWorker:
-        """Return the changes since the last report; all cached blocks when `sequence` is 1."""
+    def first_report(self) -> ReportWorker:
+        """Return report number 1: all cached blocks. On the engine's thread."""
         self._source.share()
-        events, self._events = self._events, {}
-        if sequence == 1:
-            cached: tuple[bytes, ...] = tuple(self._pages.published_keys())
-            dropped: tuple[bytes, ...] = ()
+        cached = tuple(self._pages.published_keys())
+        with self._source.lock:
             self._events_lost, self._is_behind = self._pages.num_events_lost, False
-        else:
+            self._events = {}
+            return self._report(1, cached, ())
+
+    def report(self, sequence: int) -> ReportWorker:
+        """Return the changes that were shared since the last report. On the event loop."""
+        with self._source.lock:
+            events, self._events = self._events, {}
             cached = tuple(key for key, added in events.items() if added)
             dropped = tuple(key for key, added in events.items() if not added)
+            return self._report(sequence, cached, dropped)
+
+    def _report(self, sequence: int, cached: tuple[bytes, ...], dropped: tuple[bytes, ...]) -> ReportWorker:
         return ReportWorker(
             name=self._name,
             incarnation=self._incarnation,
             sequence=sequence,
-            load=self._source.load(),
+            load=self._source.shared_load,
             cached=cached,
             dropped=dropped,
             prefills=_drain(self.samples.prefills),
@@ -136,8 +152,8 @@ def _drain(samples: deque[T]) -> tuple[T, ...]:
 
 
 class WorkerReporter:
-    """`collect` makes report number `sequence` on the engine's thread; `info` tells who the worker is now, and
-    `on_assigned` gets the role that the conductor wants it to take."""
+    """`collect` makes report number `sequence`; `info` tells who the worker is now, and `on_assigned` gets the role
+    that the conductor wants it to take."""
 
     def __init__(
         self,
@@ -184,16 +200,18 @@ class WorkerReporter:
             self.leaves.set()
             await client.closed.wait()
             return
-        sequence, silent_s = 1, 0.0
+        sequence, sent_s = 1, 0.0
         load: WorkerLoad | None = None
+        was_overdue = False
         while sequence == 1 or not (self._must_start_over() or self._info() != info):
             report = await self._collect(sequence)
-            silent_s += self._interval_s
-            if _has_news(report) or report.load != load or silent_s >= _HEARTBEAT_S:
+            is_due = time.monotonic() >= sent_s + _HEARTBEAT_S
+            if _has_news(report) or report.load != load or report.is_overdue != was_overdue or is_due:
+                sent_s = time.monotonic()
                 assigned = await client.call(report)
                 if assigned is not None:
                     self._on_assigned(assigned)
-                sequence, silent_s, load = sequence + 1, 0.0, report.load
+                sequence, load, was_overdue = sequence + 1, report.load, report.is_overdue
                 self.registered.set()
             await asyncio.sleep(self._interval_s)
         self.registered.clear()
@@ -203,21 +221,55 @@ def make_reporters(
     addresses: Sequence[str],
     info: Callable[[], WorkerInfo],
     source: ReportSource,
-    on_engine: Callable[[Callable[[], ReportWorker]], Awaitable[ReportWorker]],
+    loop: EngineLoop,
     interval_s: float,
     on_assigned: Callable[[AssignedRole], None],
 ) -> list[WorkerReporter]:
-    """Return a reporter for each conductor. `on_engine` runs a function on the engine's thread."""
+    """Return a reporter for each conductor."""
+    refresh = _Refresh(loop, source)
 
     def make(address: str) -> WorkerReporter:
         collector = ReportCollector(info().name, info().incarnation, source)
 
         async def collect(sequence: int) -> ReportWorker:
-            return await on_engine(lambda: collector.report(sequence))
+            if sequence == 1:
+                report = await asyncio.wrap_future(loop.call(collector.first_report))
+            else:
+                await refresh(_HEARTBEAT_S)
+                report = collector.report(sequence)
+            watched = loop.progress.watched
+            if watched is None:
+                return report
+            return msgspec.structs.replace(report, step_s=watched.seconds, step_due_s=watched.due_s)
 
         return WorkerReporter(address, info, collect, collector.must_start_over, interval_s, on_assigned)
 
     return [make(address) for address in addresses]
+
+
+def longest_silence_s(interval_s: float) -> float:
+    """Return within how many seconds a report follows the one before: a report without news may be just not due yet
+    when the engine's thread keeps the next one waiting."""
+    return 2 * _HEARTBEAT_S + interval_s
+
+
+class _Refresh:
+    """Lets the engine's thread share what is new, for all reporters together."""
+
+    def __init__(self, loop: EngineLoop, source: ReportSource) -> None:
+        self._loop, self._source = loop, source
+        self._sharing: asyncio.Future[None] | None = None
+
+    async def __call__(self, timeout_s: float) -> None:
+        """Return when it has, or when the time is over. Raise Cancelled if the thread has ended."""
+        if self._sharing is None:
+            self._sharing = asyncio.wrap_future(self._loop.call(self._source.share))
+            self._sharing.add_done_callback(retrieve)
+        sharing = self._sharing
+        if (await asyncio.wait((sharing,), timeout=timeout_s))[0]:
+            if self._sharing is sharing:
+                self._sharing = None
+            sharing.result()
 
 
 async def any_registered(reporters: Sequence[WorkerReporter]) -> None:

@@ -16,14 +16,23 @@ from moonpool.worker.decode import DecodeRole
 from moonpool.worker.kv_link.pull_ahead import AheadPuller
 from moonpool.worker.pipeline.stage_runner import StageRunner
 from moonpool.worker.prefill import PrefillRole
+from moonpool.worker.watchdog import EngineProgress, describe_step, work_of
 
 
 class BothRoles:
     """The engine's StepLink: gives each role its part of a step. On the engine's thread."""
 
-    def __init__(self, prefill: PrefillRole, decode: DecodeRole, stages: StageRunner, ahead: AheadPuller) -> None:
+    def __init__(
+        self,
+        prefill: PrefillRole,
+        decode: DecodeRole,
+        stages: StageRunner,
+        ahead: AheadPuller,
+        progress: EngineProgress,
+    ) -> None:
         self._prefill, self._decode, self._stages, self._ahead = prefill, decode, stages, ahead
-        self._has_prompts = False  # the current step
+        self._progress = progress
+        self._has_prompts = self._is_read = False  # the current step, and whether its results are waited for
 
     def at_boundary(self) -> None:
         self._ahead.at_boundary()
@@ -37,7 +46,11 @@ class BothRoles:
         prompts = [entry for entry in admitted if self._prefill.has(entry.request_id)]
         answers = [entry for entry in admitted if not self._prefill.has(entry.request_id)]
         self._decode.begin_step(() if self._has_prompts else chunks, answers)
-        return self._prefill.begin_step(chunks, prompts) if self._has_prompts else None
+        hooks = self._prefill.begin_step(chunks, prompts) if self._has_prompts else None
+        self._is_read = any(chunk.wants_logits for chunk in chunks)
+        work, waits_s = sum(work_of(len(chunk.tokens), chunk.end) for chunk in chunks), self._prefill.waits_at_most_s
+        self._progress.begin_step(describe_step(chunks), work, waits_s if hooks is not None else 0.0)
+        return hooks
 
     def end_step(self) -> Mapping[str, int]:
         return self._prefill.end_step() if self._has_prompts else {}
@@ -47,6 +60,7 @@ class BothRoles:
         self._decode.completed([block for block in full_blocks if not self._prefill.has(block.request_id)])
 
     def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
+        self._progress.end_step(is_read=self._is_read)
         answers = [out for out in outputs if not self._prefill.has(out.request_id)]
         if self._has_prompts:
             self._prefill.on_step([out for out in outputs if self._prefill.has(out.request_id)])

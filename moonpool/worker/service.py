@@ -32,7 +32,7 @@ from moonpool.base.cluster import (
 from moonpool.base.errors import InvalidInput, NotFound
 from moonpool.base.limits import CorePresence
 from moonpool.base.metrics import GetMetrics, process_metrics, snapshot
-from moonpool.base.process import EXIT_BUG
+from moonpool.base.process import EXIT_BUG, EXIT_HANGS
 from moonpool.base.rpc import Call, RpcPeer, RpcServer
 from moonpool.engine.engine import Engine
 from moonpool.store import Store
@@ -81,10 +81,12 @@ from moonpool.worker.reporter import (
     any_registered,
     has_others,
     leave_all,
+    longest_silence_s,
     make_reporters,
     tell_all,
 )
 from moonpool.worker.roles import BothRoles
+from moonpool.worker.watchdog import EngineProgress, Watchdog, work_of
 
 _LOG = logging.getLogger(__name__)
 _ON_THEIR_WAY_S = 1.0  # requests that were sent here before the conductor knew that this worker leaves arrive by then
@@ -111,6 +113,7 @@ class Worker:
     async def start(self) -> str:
         """Load the model and serve; return the address once a conductor knows this worker."""
         check_numa_node(self.config.numa_node)
+        self.config.task_limits()  # report a wrong value before the model is loaded
         self.config.transfer().guard()  # report a missing file before the model is loaded
         presence = self._closers.enter_context(CorePresence())
         threads = choose_threads(self.config.threads, presence)
@@ -122,6 +125,7 @@ class Worker:
         self._server = RpcServer(WORKER_SERVICE, self._handlers(), name=self.config.name, incarnation=self.incarnation)
         self._address = self._stages.address = await self._server.listen(self.config.address)
         self._loop.start()
+        self._watchdog.start()
         self._reporters = self._make_reporters(built)
         self._tasks += [asyncio.create_task(each.run(), name="reporter") for each in self._reporters]
         if self._is_prefill_at_first and self.config.calibration_s > 0:
@@ -203,17 +207,23 @@ class Worker:
         own.callback(self._decode.close)
         stages = StageRunner(built.runner, built.scheduler.pages)
         ahead = AheadPuller(built.scheduler, puller, self._samples, self._prefill.pull_limit_s, SystemClock())
-        roles = BothRoles(self._prefill, self._decode, stages, ahead)
+        progress = EngineProgress(SystemClock(), launches=config.gpu is not None)
+        if built.runner.launcher is not None:
+            built.runner.launcher.on_prepare = progress.prepare
+        roles = BothRoles(self._prefill, self._decode, stages, ahead, progress)
         self._loop = EngineLoop(
             Engine(built.scheduler, built.runner, roles),
             on_step=roles.on_step,
             at_boundary=roles.at_boundary,
             on_fatal=lambda error: os._exit(EXIT_BUG),  # the launcher restarts the process
+            progress=progress,
         )
+        self._watchdog = Watchdog(progress, config.task_limits(), lambda: os._exit(EXIT_HANGS))
         others = partial(has_others, self._conductors, config.name, WorkerRole.DECODE)
         self._mover = AnswerMover(self._decode, built.scheduler, self._queue, puller, self._loop, others)
         self._prefill.loop = self._decode.loop = stages.loop = ahead.loop = self._loop
         own.callback(self._loop.close)
+        own.callback(self._watchdog.close)
         self._stages, self._leader = connect_stages(
             config.name, built, stages, self._prefill, self._loop, self._store, self._pushes, puller, self._samples
         )
@@ -241,6 +251,7 @@ class Worker:
     def _calibrate(self, built: Built) -> None:
         if self.config.calibration_s > 0:
             calibrate(built, self.config, self._samples)
+            self._learn_costs()
             if self._samples.prefills:  # the last run is the longest; the samples go to the conductor
                 self._prefill.calibrate(self._samples.prefills[-1])
         if isinstance(built.pieces, DevicePieces):  # after the runs: meanwhile every call of the driver is slow
@@ -249,6 +260,13 @@ class Worker:
             if self._is_prefill_at_first:
                 self._samples.pulls.extend(self._probe.measure())
             _LOG.info("calibrated with %d runs", len(self._samples.prefills) + len(self._samples.decodes))
+
+    def _learn_costs(self) -> None:
+        costs = self._loop.progress.costs
+        for prompt in self._samples.prefills:
+            costs.learn(work_of(prompt.num_tokens - prompt.prefix_tokens, prompt.num_tokens), prompt.seconds)
+        for step in self._samples.decodes:
+            costs.learn(work_of(step.num_seqs, step.kv_tokens / step.num_seqs), step.seconds)
 
     @property
     def _is_prefill_at_first(self) -> bool:
@@ -313,6 +331,7 @@ class Worker:
             kind=worker_kind(config),
             pipeline=config.pipeline,
             host=host_id(),
+            report_every_s=longest_silence_s(config.report_interval_s),
         )
 
     def _make_reporters(self, built: Built) -> list[WorkerReporter]:
@@ -325,7 +344,7 @@ class Worker:
                 staged_tokens=lambda: self._stages.tools.stages.waiting_tokens,
                 unreserved_pages=lambda: self._decode.unreserved_pages,
             ),
-            lambda make: asyncio.wrap_future(self._loop.call(make)),
+            self._loop,
             self.config.report_interval_s,
             self._take_role,
         )
@@ -393,10 +412,10 @@ class Worker:
             found = built.pieces.checksums([page], range(built.layout.num_layers), built.pieces.mark())
             return found.astype("<u4").tobytes()
 
-        return await asyncio.wrap_future(self._loop.call(read))
+        return await self._loop.ask(read)
 
     async def _ask_stats(self) -> WorkerStats:
-        return await asyncio.wrap_future(self._loop.call(self.stats))
+        return await self._loop.ask(self.stats)
 
     def stats(self) -> WorkerStats:
         """Return the current counts; exact on the engine's thread, approximate elsewhere."""

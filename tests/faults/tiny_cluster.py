@@ -46,9 +46,16 @@ ROOT = bytes(range(32))  # of a tenant that only tests have
 VOCAB = 211
 PAGE_NBYTES = 3 * 2 * 2 * BLOCK_TOKENS * 8 * 4  # of the tiny llama
 RETRY = RetryPolicy(max_attempts=6, backoff_s=0.01, max_backoff_s=0.05, worker_wait_s=60.0)
-# What a worker takes for a pool that is away or too slow. All of it is in one process that may stall, so that only the
-# tests of these limits have short ones.
-PATIENT: dict[str, Any] = {"pool_silence_s": 60.0, "pool_timeout_s": 60.0, "pull_timeout_s": 60.0, "pull_grace_s": 60.0}
+# What a worker takes for a pool that is away or too slow, or for an engine that hangs. All of it is in one process that
+# may stall, and gates stop engines, so that only the tests of these limits have short ones.
+PATIENT: dict[str, Any] = {
+    "pool_silence_s": 60.0,
+    "pool_timeout_s": 60.0,
+    "pull_timeout_s": 60.0,
+    "pull_grace_s": 60.0,
+    "step_limit_s": 600.0,
+    "prepare_limit_s": 600.0,
+}
 _NAMES = itertools.count()
 
 
@@ -128,6 +135,7 @@ class TinyCluster:
         self.conductors: list[Conductor] = []  # the first of them is `conductor`
         self.conductor_address = self.address_of("c.sock")  # of all of them
         self.dead: set[str] = set()
+        self.hung: set[str] = set()  # whose processes their watchdogs would have ended
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._bugs: list[dict[str, Any]] = []
@@ -202,7 +210,7 @@ class TinyCluster:
             **self._wires,
             **PATIENT | self.settings,
         )
-        worker = self.workers[name] = TinyWorker(config, self._on_fatal)
+        worker = self.workers[name] = TinyWorker(config, self._on_fatal, lambda: self.hung.add(name))
         await worker.start()
         return worker
 

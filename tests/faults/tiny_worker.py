@@ -25,15 +25,19 @@ T = TypeVar("T")
 
 
 class TinyWorker(Worker):
-    """A worker whose engine reports its death instead of ending the process, and with a view of its parts."""
+    """A worker whose engine reports its death, or that it hangs, instead of ending the process, and with a view of its
+    parts."""
 
-    def __init__(self, config: WorkerConfig, on_fatal: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, config: WorkerConfig, on_fatal: Callable[[BaseException], None], on_hang: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._tell_fatal = on_fatal
+        self._tell_fatal, self._tell_hang = on_fatal, on_hang
 
     def _connect(self, built: Built) -> None:
         super()._connect(built)
         self._loop._on_fatal = self._tell_fatal
+        self._watchdog._on_hang = self._tell_hang
 
     @property
     def role(self) -> Any:

@@ -10,10 +10,12 @@ from typing import Any, cast
 import pytest
 from waiting import HANG_S, wait_until
 
+from moonpool.base.clock import SystemClock
 from moonpool.base.errors import Cancelled, NotFound
 from moonpool.engine.engine import Engine
 from moonpool.worker import loop
 from moonpool.worker.loop import EngineLoop
+from moonpool.worker.watchdog import EngineProgress
 
 
 class ScriptedEngine:
@@ -59,6 +61,7 @@ class Bench:
             on_step=self.outputs.extend,
             at_boundary=self._boundary,
             on_fatal=self.fatal.append,
+            progress=EngineProgress(SystemClock(), launches=False),
         )
 
     def _boundary(self) -> None:

@@ -50,7 +50,7 @@ class PrefixPuller:
         def on_end() -> None:
             events.call_soon_threadsafe(ended.set)
 
-        job = await asyncio.wrap_future(self._loop.call(lambda: self._start(prompt, keys, on_end)))
+        job = await self._loop.ask(lambda: self._start(prompt, keys, on_end))
         num_tokens = self._stages.work_tokens(prompt, len(keys) * self._stages.block_tokens)
         try:
             async with asyncio.timeout(self._limit_s(num_tokens)):
@@ -62,7 +62,7 @@ class PrefixPuller:
         waited_s = self._clock.now_s() - began_s
         self._loop.post(lambda: self._count(job, result, waited_s))
         if job.left_behind:
-            await asyncio.wrap_future(self._loop.call(lambda: self._stages.replace_pages(prompt)))
+            await self._loop.ask(lambda: self._stages.replace_pages(prompt))
         return result
 
     # on the engine's thread

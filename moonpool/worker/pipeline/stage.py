@@ -127,7 +127,7 @@ class Stage:
 
     async def reserve(self) -> None:
         """Raise NoSpace if there are too few pages now."""
-        await asyncio.wrap_future(self._tools.loop.call(lambda: self._tools.stages.reserve(self.prompt)))
+        await self._tools.loop.ask(lambda: self._tools.stages.reserve(self.prompt))
 
     async def pull(self, keys: Sequence[bytes]) -> PullResult:
         """Bring this stage's layers of these blocks, the first ones, from the pool. Return what has arrived. Raise
@@ -145,7 +145,7 @@ class Stage:
         if chunk_tokens > self._max_chunk_tokens:
             raise InvalidInput(f"a stage for {self._max_chunk_tokens} tokens at once got chunks of {chunk_tokens}")
         bounds = chunk_bounds(len(self.spec.tokens), chunk_tokens, first_token)
-        await asyncio.wrap_future(self._tools.loop.call(lambda: self._tools.stages.start(self.prompt, bounds)))
+        await self._tools.loop.ask(lambda: self._tools.stages.start(self.prompt, bounds))
         self._started.set()
 
     async def chunk_ready(self, number: int) -> None:

@@ -19,6 +19,7 @@ from moonpool.engine.stages import StageQueue
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.prefill import completed_blocks
+from moonpool.worker.watchdog import EngineProgress, work_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,13 +56,14 @@ class StagedPrompt:
 class _LayerSink:
     """The hooks of one chunk: what a layer completed goes out."""
 
-    def __init__(self, push: Push, blocks: range) -> None:
-        self._push, self._blocks = push, blocks
+    def __init__(self, push: Push, blocks: range, progress: EngineProgress) -> None:
+        self._push, self._blocks, self._progress = push, blocks, progress
 
     def before_layer(self, layer: int) -> None:
         """The stage's pages have all KV that it reads: it was pulled before, or computed here."""
 
     def after_layer(self, layer: int) -> None:
+        self._progress.went_on()
         self._push.layer_ready(layer, self._blocks)
 
 
@@ -149,6 +151,8 @@ class StageRunner:
             return
         name, number = opened
         prompt = self._prompts[name]
+        assert self.loop is not None
+        self.loop.progress.begin_step(*self._describe(prompt, number))
         try:
             found = self._compute(prompt, number)
         except Exception as error:  # noqa: BLE001 - it concerns this prompt alone; a broken engine shows in its steps
@@ -160,16 +164,25 @@ class StageRunner:
             return
         self._queue.end()
         prompt.on_computed(number, found)
+        # The last stage's hidden states are not read; hidden states for another stage are copied to main memory.
+        self.loop.progress.end_step(is_read=not prompt.is_last or number == len(prompt.bounds) - 1)
         if self._queue.has_ready:
-            assert self.loop is not None
             self.loop.post(_wake)
+
+    def _describe(self, prompt: StagedPrompt, number: int) -> tuple[str, float]:
+        """Return what to call a chunk's computation in the log, and its work."""
+        start, end = prompt.bounds[number]
+        part = len(prompt.layers) / self._runner.model.config.num_layers
+        return f"tokens {start} to {end} of {prompt.name}, layers of a pipeline", work_of(end - start, end) * part
 
     def _compute(self, prompt: StagedPrompt, number: int) -> torch.Tensor:
         chunk = prompt.chunk(number)
         hidden = None if prompt.read_hidden is None else prompt.read_hidden(number)
         is_end = number == len(prompt.bounds) - 1  # of the prompt: its last block is complete, full or not
         blocks = completed_blocks(chunk, self._pages.block_tokens, is_end=is_end)
-        return self._runner.execute_span(chunk, prompt.layers, hidden, _LayerSink(prompt.push, blocks))
+        assert self.loop is not None
+        hooks = _LayerSink(prompt.push, blocks, self.loop.progress)
+        return self._runner.execute_span(chunk, prompt.layers, hidden, hooks)
 
 
 def _wake() -> None:
