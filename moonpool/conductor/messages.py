@@ -148,6 +148,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     load: WorkerLoad
     indexed_blocks: int
     assigned: int
+    is_late: bool = False  # its engine or its reports do not go on, so it gets no requests while others of its role do
 
 
 class PredictionError(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from moonpool.conductor.state import ConductorState
 # Events that are on the page before they happen, so that Prometheus sees the first one as an increase.
 _USUAL_EVENTS = (
     "routed", "queued", "resumed", "ended", "abandoned", "overloaded", "unavailable", "registered", "unregistered",
-    "refused_identity", "report_gaps",
+    "refused_identity", "report_gaps", "late", "lost_late",
 )  # fmt: skip
 
 

@@ -6,13 +6,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
+from moonpool.base.cluster import ReportWorker, WorkerInfo, WorkerLoad, WorkerRole
 from moonpool.base.errors import IdentityMismatch
 from moonpool.conductor.admission.forms import DecodeNow, Verdict
 from moonpool.conductor.demand import UnmetWork
 from moonpool.conductor.messages import WorkerRef, WorkerStatus
 from moonpool.conductor.placement.policy import PlacementChoice, PlacementInput
 from moonpool.conductor.placement.tables import Backlog
+
+LOOK_S = 0.5  # between two looks at the age of reports
+_SILENT_TIMES = 3  # as long as a report may take to come: no report is on its way any more
 
 
 class DecodeBatch(NamedTuple):
@@ -39,6 +42,17 @@ class Registration:
     unreported_pages: int = 0  # of prompts that were sent here and were not here yet at the last report
     num_joined: int = 0
     joined_tokens: int = 0
+    is_overdue: bool = False  # its engine, by its last report
+    num_looks: int = 0  # of this conductor since the last report
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the engine or the reports do not go on. Looks are counted, not seconds: while this process stands
+        still it does not look, and that time does not count."""
+        return self.is_overdue or self.num_looks * LOOK_S > _SILENT_TIMES * self.info.report_every_s
+
+    def reported(self, call: ReportWorker) -> None:
+        self.load, self.is_overdue, self.num_looks = call.load, call.is_overdue, 0
 
     @property
     def is_prefill(self) -> bool:
@@ -73,7 +87,13 @@ class Registration:
         return self.decode_load.free_pages, self.info.num_pages
 
     def status(self, indexed_blocks: int) -> WorkerStatus:
-        return WorkerStatus(info=self.info, load=self.load, indexed_blocks=indexed_blocks, assigned=self.assigned)
+        return WorkerStatus(
+            info=self.info,
+            load=self.load,
+            indexed_blocks=indexed_blocks,
+            assigned=self.assigned,
+            is_late=self.is_late,
+        )
 
     def count_decoding(self, sign: int, num_tokens: int, unreported_pages: int) -> None:
         """Count one more (+1) or one less (-1) request that was sent to this decode worker."""

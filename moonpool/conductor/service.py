@@ -6,6 +6,7 @@ Its state lives as long as its process: after a restart, workers register again 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -51,11 +52,12 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.prefix_index import MAX_POOL_BLOCKS, PrefixIndex
 from moonpool.conductor.pool_feed import PoolFeed
 from moonpool.conductor.record_keeper import RecordKeeper
-from moonpool.conductor.registration import Registration
+from moonpool.conductor.registration import LOOK_S, Registration
 from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
 from moonpool.conductor.role_lease import RoleLease
 from moonpool.conductor.state import ConductorState
 
+_LOG = logging.getLogger(__name__)
 _SHARED_METRICS_S = 150.0  # more than two of Prometheus' usual intervals
 
 
@@ -96,6 +98,7 @@ class Conductor:
         self._keeper = RecordKeeper(self._state, self._feed)
         self._front_ends: set[RpcPeer] = set()
         self._lost = LostWorkers()
+        self._late: frozenset[str] = frozenset()  # workers that the log names last
         self._shared_metrics: _MetricsClaim | None = None
         self._server = self._make_server(silence_limits or REQUEST_LIMITS)
         self.registry.register(ConductorCollector(self._state, queue, self._clock, lambda: self.pool_connected))
@@ -121,7 +124,25 @@ class Conductor:
         if self._feed is not None:
             self._tasks.append(asyncio.create_task(self._feed.run(), name="pool feed"))
         self._tasks.append(asyncio.create_task(self._keep_balance(), name="roles"))
+        self._tasks.append(asyncio.create_task(self._keep_looking(), name="late workers"))
         return address
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._state.look()
+            self._say_late()
+
+    def _say_late(self) -> None:
+        """Log which workers have become late, and which are no longer; the queue may place a request now."""
+        before, self._late = self._late, self._state.late
+        if before == self._late:
+            return
+        for name in sorted(self._late - before):
+            _LOG.warning("worker %s is late: its engine or its reports do not go on; requests go to others", name)
+        for name in sorted(before - self._late):
+            _LOG.warning("worker %s is no longer late, or gone", name)
+        self._queue.changed()
 
     async def _keep_balance(self) -> None:
         while True:
@@ -198,6 +219,7 @@ class Conductor:
 
     def _report(self, call: ReportWorker, peer: RpcPeer) -> AssignedRole | None:
         assigned = self._state.report(call, self._clock.now_s())
+        self._say_late()
         self._queue.changed()
         return assigned
 

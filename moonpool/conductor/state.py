@@ -81,6 +81,8 @@ class ConductorState:
         self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same on all workers
         self._step_tokens = 0  # of the prefill worker that registered last
         self._workers: dict[str, Registration] = {}
+        self.late: frozenset[str] = frozenset()  # workers whose engine or reports do not go on
+        self._avoided: list[Registration] = []  # those of them that get no requests
         self._decode_now: dict[str, DecodeNow] = {}  # each decode worker's batch, for admission
         self._open: dict[str, OpenRequest] = {}
         self._num_joined = 0
@@ -100,7 +102,9 @@ class ConductorState:
 
     def least_backlog_s(self, now_s: float) -> float:
         """Return the predicted work ahead of a new request at the least busy prefill worker; infinite without one."""
-        return float(self.prefills.wait_s(now_s).min())
+        waits_s = self.prefills.wait_s(now_s)
+        waits_s[[worker.slot for worker in self._avoided if worker.is_prefill]] = math.inf
+        return float(waits_s.min())
 
     def status(self) -> tuple[WorkerStatus, ...]:
         return tuple(
@@ -144,6 +148,7 @@ class ConductorState:
         if worker.is_prefill:
             self._step_tokens = info.step_tokens
         self._update_max_tokens()
+        self._find_late()
         self.counters["registered"] += 1
         return worker
 
@@ -185,6 +190,8 @@ class ConductorState:
                 if request.prefill is worker:
                     self.traffic.end(request.request_id)
                     request.prefill = None
+        self.counters["lost_late"] += worker.is_late
+        self._find_late()
         self.counters["unregistered"] += 1
 
     def report(self, call: ReportWorker, now_s: float = 0.0) -> AssignedRole | None:
@@ -195,7 +202,9 @@ class ConductorState:
         worker = self._workers.get(call.name)
         if worker is None or worker.info.incarnation != call.incarnation:
             raise NotFound(f"worker {call.name} is not registered with this incarnation")
-        worker.load = call.load
+        worker.reported(call)
+        if worker.is_late != (call.name in self.late):
+            self._find_late()
         costs = self._kinds.of(worker.info.kind)
         costs.learn(call.prefills, call.decodes, call.pulls)
         if not worker.is_prefill:
@@ -209,6 +218,20 @@ class ConductorState:
             worker.backlog.set_reported(costs.prefill_s(tokens, 0) if tokens else 0.0, now_s)
             self.prefills.update(worker.slot, worker.backlog)
         return self.roles.answer(worker.info)
+
+    def look(self) -> None:
+        """Look at the age of all reports; called every LOOK_S, or later when this process stood still."""
+        for worker in self._workers.values():
+            worker.num_looks += 1
+        self._find_late()
+
+    def _find_late(self) -> None:
+        """Avoid the workers that are late, while there are others of their role."""
+        late = [worker for worker in self._workers.values() if worker.is_late]
+        names = frozenset(worker.info.name for worker in late)
+        self.counters["late"] += len(names - self.late)
+        on_time = {worker.info.role for worker in self._workers.values() if not worker.is_late} if late else set()
+        self.late, self._avoided = names, [worker for worker in late if worker.info.role in on_time]
 
     @property
     def workers(self) -> Collection[Registration]:
@@ -332,7 +355,8 @@ class ConductorState:
     def _choose(self, call: Route, prints: list[int], now_s: float) -> tuple[PlacementInput, PlacementChoice]:
         self.traffic.advance(now_s)
         queue_s, among, excluded = self.prefills.wait_s(now_s), self.prefills.mask, []
-        for worker in (self._workers[name] for name in call.exclude if name in self._workers):
+        failed = [self._workers[name] for name in call.exclude if name in self._workers]
+        for worker in (*failed, *self._avoided):
             if worker.is_prefill:
                 queue_s[worker.slot] = math.inf
                 among &= ~(1 << worker.slot)

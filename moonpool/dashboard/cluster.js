@@ -15,9 +15,10 @@ function workerRow(worker) {
     `${worker.cached_pages} cached, ${free} free`;
   return h("li", { class: worker.is_up ? "row" : "row gone", "data-worker": worker.name },
     h("span", {}, h("b", { class: "name" }, worker.name), " ",
-      h("span", { class: `badge ${worker.is_up ? "good" : "bad"}` }, worker.is_up ? "up" : "gone"), " ",
+      h("span", { class: `badge ${worker.is_up ? worker.is_late ? "warn" : "good" : "bad"}` },
+        worker.is_up ? worker.is_late ? "late" : "up" : "gone"), " ",
       h("span", { class: "badge" }, worker.is_elastic ? `${worker.role}, elastic` : worker.role)),
-    h("span", { class: "hint" }, worker.is_up
+    h("span", { class: "hint" }, worker.is_late ? "its engine does not go on; requests go to others" : worker.is_up
       ? `batch ${worker.num_running} of ${worker.max_num_seqs} · queue ${worker.num_waiting}` : "its requests continue elsewhere"),
     bar(worker.is_up ? [{ value: worker.used_pages, kind: "used" }, { value: worker.reserved_pages, kind: "reserved" },
       { value: worker.cached_pages, kind: "cached" }] : [], worker.num_pages, label));

@@ -29,6 +29,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     machine: str
     is_up: bool
+    is_late: bool = False  # its engine or its reports do not go on; requests go to others
     is_elastic: bool = False
     num_running: int = 0
     num_waiting: int = 0

@@ -67,6 +67,7 @@ def worker_row(worker: WorkerStatus, stats: WorkerStats | None, rates: ByteRates
         role=info.role.value,
         machine=machine_of([info.address]),
         is_up=True,
+        is_late=worker.is_late,
         is_elastic=not info.fixed,
         num_running=load.num_running if stats is None else stats.num_running,
         num_waiting=load.num_waiting if stats is None else stats.num_waiting,

@@ -20,6 +20,7 @@ from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.pipeline.service import StageService
 from moonpool.worker.pipeline.stage import Stage
 from moonpool.worker.service import Worker
+from moonpool.worker.watchdog import TaskLimits
 
 T = TypeVar("T")
 
@@ -155,6 +156,15 @@ class TinyWorker(Worker):
         nothing_left = not (self._prefill.num_prompts or self._decode.streams)
         is_quiet = (stats.reserved_pages, stats.num_waiting, stats.num_running) == (0, 0, 0)
         return nothing_left and is_quiet and stats.free_pages == stats.num_pages and not len(self._queue)
+
+    @property
+    def num_posted(self) -> int:
+        """Functions that wait for the engine's thread."""
+        return self._loop._posted.qsize()
+
+    def watch_with(self, limits: TaskLimits) -> None:
+        """Change what its watchdog allows from now on."""
+        self._watchdog._watch._limits = limits
 
     async def die(self) -> None:
         """As by kill -9 seen from outside: all its connections end at once; what its threads do is up to the test."""
