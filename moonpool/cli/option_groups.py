@@ -18,7 +18,8 @@ _GROUPS = {
     "Addresses": "host port listen master conductor run_dir siblings",
     "Transfers": "shm nixl lanes tcp_host tcp_hosts tcp_port tcp_advertise_host tcp_max_connections tcp_idle_s "
     "topology_file",
-    "Computing": "block_tokens max_batch_tokens max_num_seqs threads calibrate_s report_interval_s",
+    "Computing": "block_tokens max_batch_tokens max_num_seqs threads calibrate_s report_interval_s step_limit_s "
+    "prepare_limit_s",
     "Requests": "policy ttft_slo_s tbt_slo_s admission request_timeout_s max_attempts worker_wait_s max_body "
     "max_connections prompt_process num_records max_pool_blocks pull_timeout_s pull_grace_s pool_silence_s "
     "pool_timeout_s pool_rest_s",

@@ -3,6 +3,7 @@
 config      configuration (no torch)
 build       loads the model, allocates KV memory, measures a few runs
 loop        the thread that owns the engine
+watchdog    ends the process when that thread hangs
 prefill     computes prompts and hands their KV to decode workers
 decode      reserves pages for prompts, and decodes
 kv_link/    moves KV between pages, the pool and other workers
