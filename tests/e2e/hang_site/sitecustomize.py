@@ -1,6 +1,6 @@
 """Lets a signal make a worker's engine stand: SIGUSR1 for SLOW_S, SIGUSR2 for good, SPIN by a kernel on the GPU that
-does not end. Python loads this at the start of every process that has this folder on PYTHONPATH; processes without an engine
-ignore the signals."""
+does not end. Python loads this at the start of every process that has this folder on PYTHONPATH; processes without an
+engine ignore the signals."""
 
 from __future__ import annotations
 
