@@ -25,6 +25,7 @@
           PeerSilent          it sent nothing for so long that it counts as away
           TooLate             it did not begin the call, because the caller's time was over
         Cancelled             the caller gave up
+        Stalled               a worker's engine does not go on, for now or for good; the call may succeed elsewhere
         NotSettled            it is being done: ask again until readers cannot find the old value any more
       ProtocolError           the other side breaks the protocol or speaks another version
       ModelError              the model file is missing, truncated or not supported
@@ -136,6 +137,10 @@ class BreakerOpen(PeerLost):
 
 class Unreachable(PeerLost):
     code = "unreachable"
+
+
+class Stalled(Unavailable):
+    code = "stalled"
 
 
 class DamagedFrame(PeerLost):

@@ -6,11 +6,11 @@ and so does every request while there is no worker. Only a front end that is cut
 
 What an attempt costs depends on how it ended:
 
-    ABSENT   the worker was gone before it computed anything of this request: costs nothing, unless `max_absences` of
-             them come in a row (then the workers are registered, but this front end cannot reach them)
+    ABSENT   the worker was gone, or its engine stood, before it computed anything of this request: costs nothing,
+             unless `max_absences` of them come in a row (then the workers are registered, but cannot be used)
     DIED     the worker died while it computed this request: costs nothing, but after two deaths the request is a
-    suspect. It is then computed alone; if that worker dies too, the request is given up as the cause REFUSED  a living
-    worker failed the request (damaged or lost KV): after `max_attempts` the request is given up
+             suspect. It is then computed alone; if that worker dies too, the request is given up as the cause
+    REFUSED  a living worker failed the request (damaged or lost KV): after `max_attempts` the request is given up
 
 So a request that does not cause the deaths is bounded by its deadline alone, whatever the number of workers that die.
 """

@@ -21,6 +21,7 @@ from moonpool.base.errors import (
     PeerLost,
     ProtocolError,
     StaleGeneration,
+    Stalled,
     Unavailable,
 )
 from moonpool.base.rpc import AsyncClient
@@ -140,6 +141,9 @@ class Attempt:
             raise PeerLost(f"worker {self.decision.decode.name} ended its stream early") from None
         except DeadlineExceeded as error:
             raise DeadlineExceeded(_LATE) from error
+        except Stalled:  # it has computed nothing of this request
+            self.failed.add(self.decision.decode.name)
+            raise
         except LOST:
             await self._record_decode_failure(decode)
             raise
@@ -171,6 +175,9 @@ class Attempt:
         except StopAsyncIteration:
             self.failed.add(self.decision.prefill.name)
             raise PeerLost(f"worker {self.decision.prefill.name} ended its stream early") from None
+        except Stalled:
+            self.failed.add(self.decision.prefill.name)
+            raise
         except LOST:
             if not self.failed:  # otherwise the decode worker's stream failed, and that is recorded
                 await self._record_prefill_failure(prefill, decode)

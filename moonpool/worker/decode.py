@@ -116,7 +116,7 @@ class DecodeRole:
         stream = Stream(spec, asyncio.Queue(), asyncio.get_running_loop())
         assert self.loop is not None
         try:
-            await self._on_engine(lambda: (self._resume if resumes else self._enter)(stream))
+            await self.loop.ask(lambda: (self._resume if resumes else self._enter)(stream))
             if not resumes:
                 incoming = await self._reserved(stream)
                 yield DecodeItem(ticket=self._ticket(incoming))
@@ -206,8 +206,9 @@ class DecodeRole:
         self._verifiers.shutdown(wait=False, cancel_futures=True)
 
     async def _on_engine(self, function: Callable[[], T]) -> T:
+        """Wait for as long as it takes: only the function ends the reservation."""
         assert self.loop is not None
-        return await self.loop.ask(function)
+        return await asyncio.wrap_future(self.loop.call(function))
 
     # -- between steps, on the engine's thread ---------------------------------------------------------------
 

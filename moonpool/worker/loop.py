@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from moonpool.base.errors import Cancelled, MoonpoolError, Unavailable
+from moonpool.base.errors import Cancelled, MoonpoolError, Stalled
 from moonpool.engine.engine import Engine, StepFailure, StepOutput
 from moonpool.worker.watchdog import LOOK_S, EngineProgress
 
@@ -99,14 +99,14 @@ class EngineLoop:
         return call.future
 
     async def ask(self, function: Callable[[], T]) -> T:
-        """As call(), for the event loop: return the function's result. Raise Unavailable when the thread is overdue
+        """As call(), for the event loop: return the function's result. Raise Stalled when the thread is overdue
         with something else; the function may still run later."""
         future = asyncio.wrap_future(self.call(function))
         try:
             while not (await asyncio.wait((future,), timeout=LOOK_S))[0]:
                 if self.progress.is_overdue:
                     future.add_done_callback(retrieve)
-                    raise Unavailable("the worker's engine does not go on")
+                    raise Stalled("the worker's engine does not go on")
         except asyncio.CancelledError:
             future.cancel()
             raise

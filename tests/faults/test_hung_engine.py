@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from severe import check_tokens
-from tiny_cluster import Answer, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
+from tiny_cluster import RETRY, Answer, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 from tiny_gates import Gate
 
 from moonpool.worker.watchdog import Task, TaskLimits
@@ -78,3 +78,17 @@ async def test_a_decode_worker_whose_engine_stands_takes_nothing_new(tiny_model:
         assert max(answer.num_attempts for answer in await asking) == 2
         gate.open()
         assert await blocked
+
+
+async def test_the_only_worker_may_stand_for_longer_than_attempts_last(tiny_model: str, oracle: Oracle) -> None:
+    async with tiny_cluster(tiny_model) as cluster:
+        gate, worker = Gate(), cluster.prefill0
+        blocked = asyncio.create_task(worker.on_engine(gate.stop_here))
+        await gate.reached()
+        worker.watch_with(LATE_SOON)
+        asking = asyncio.create_task(answers(cluster, oracle, range(1)))
+        # Each attempt leaves two functions that wait: it enters, and leaves again.
+        await cluster.until(lambda: worker.num_posted > 2 * RETRY.max_attempts + 1, "it was tried more often than that")
+        gate.open()
+        assert await blocked
+        assert (await asking)[0].num_attempts > RETRY.max_attempts

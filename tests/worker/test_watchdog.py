@@ -20,7 +20,7 @@ from waiting import HANG_S, wait_until
 from watched_process import LIMIT_S
 
 from moonpool.base.clock import AttendedClock, SystemClock, VirtualClock
-from moonpool.base.errors import ConfigError, Unavailable
+from moonpool.base.errors import ConfigError, Stalled
 from moonpool.base.process import EXIT_HANGS
 from moonpool.engine.engine import Engine
 from moonpool.worker.loop import EngineLoop
@@ -243,7 +243,7 @@ async def test_calls_for_an_engine_that_is_late_fail_and_go_on_afterwards() -> N
         assert await loop.ask(lambda: 7) == 7
         blocked = loop.call(lambda: go_on.wait(HANG_S))
         ran: list[int] = []
-        with pytest.raises(Unavailable, match="does not go on"):
+        with pytest.raises(Stalled, match="does not go on"):
             await loop.ask(lambda: ran.append(1))
         assert await asyncio.to_thread(hung.wait, HANG_S)
         go_on.set()
