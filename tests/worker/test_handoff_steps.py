@@ -65,6 +65,9 @@ class PlayedLoop:
         self.post(run)
         return future
 
+    async def ask(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self.call(function))
+
 
 class LaggingPieces(HostPieces):
     """Memory of a device that does what it was given when its owner waits for it, and not before."""

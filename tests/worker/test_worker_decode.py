@@ -51,6 +51,9 @@ class HandLoop:
         self.post(run)
         return future
 
+    async def ask(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self.call(function))
+
     def run_posted(self) -> None:
         posted, self.posted = self.posted, []
         for function in posted:
@@ -215,13 +218,14 @@ async def test_a_report_counts_the_pages_that_requests_wait_for_and_names_those_
     streams = [bench.follow("has", 8), bench.follow("waits", 28)]
     await bench.settle()
     bench.loop.run_posted()
-    first = collector.report(1)
+    first = collector.first_report()
     assert first.arrived == ("has", "waits")
     assert (first.load.free_pages, first.load.waiting_pages) == (6, 7)
     bench.scheduler.add(preempted)
     streams.append(bench.follow("new", 4))
     await bench.settle()
     bench.loop.run_posted()
+    source.share()
     second = collector.report(2)
     assert second.arrived == ("new",)
     assert (second.load.free_pages, second.load.waiting_pages) == (6, 3 + 7 + 1)
@@ -229,6 +233,7 @@ async def test_a_report_counts_the_pages_that_requests_wait_for_and_names_those_
         stream.cancel()
     await asyncio.wait(streams)
     bench.loop.run_posted()
+    source.share()
     assert (collector.report(3).load.free_pages, collector.report(4).load.waiting_pages) == (8, 3)
 
 
