@@ -16,6 +16,7 @@ from moonpool.conductor.placement.tables import Backlog
 
 LOOK_S = 0.5  # between two looks at the age of reports
 _SILENT_TIMES = 3  # as long as a report may take to come: no report is on its way any more
+_LEAST_SILENT_S = 3.0  # a host that is busy for a moment is no reason
 
 
 class DecodeBatch(NamedTuple):
@@ -49,7 +50,9 @@ class Registration:
     def is_late(self) -> bool:
         """Whether the engine or the reports do not go on. Looks are counted, not seconds: while this process stands
         still it does not look, and that time does not count."""
-        return self.is_overdue or self.num_looks * LOOK_S > _SILENT_TIMES * self.info.report_every_s
+        return self.is_overdue or self.num_looks * LOOK_S > max(
+            _LEAST_SILENT_S, _SILENT_TIMES * self.info.report_every_s
+        )
 
     def reported(self, call: ReportWorker) -> None:
         self.load, self.is_overdue, self.num_looks = call.load, call.is_overdue, 0
