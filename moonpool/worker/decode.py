@@ -48,6 +48,8 @@ _STALL_S = 2.0
 _MAX_WAITING_PUTS = 1024
 # Hand-offs whose KV is verified at the same time. On a GPU a thread waits for the device most of the time.
 _MAX_VERIFIERS = 32
+# A check takes milliseconds, or as long as the step under way.
+SLOW_CHECK_S = 1.0
 
 T = TypeVar("T")
 
@@ -182,14 +184,28 @@ class DecodeRole:
 
     async def _commit(self, incoming: Incoming, call: CommitHandoff) -> None:
         """Take one turn of the engine's thread: all hand-offs that are verified by then enter the next step."""
+        events = asyncio.get_running_loop()
+        checking = events.run_in_executor(self._verifiers, self._verify, incoming, call.checksums)
         try:
-            is_good = await asyncio.get_running_loop().run_in_executor(
-                self._verifiers, self._verify, incoming, call.checksums
-            )
+            if not (await asyncio.wait((checking,), timeout=SLOW_CHECK_S))[0]:
+                self._wait_for_device()
+            is_good = await checking
         except BaseException:  # the device failed, or the worker closes
+            checking.cancel()
             self._free_later([incoming])
             raise
         await self._on_engine(lambda: self._adopt(incoming, call) if is_good else self._refuse(incoming))
+
+    def _wait_for_device(self) -> None:
+        """Let the engine's thread wait for the device: the watchdog then notices if it hangs while there is no step."""
+        assert self.loop is not None
+
+        def wait() -> None:
+            now = self._memory.mark()
+            if now is not None:
+                now.synchronize()
+
+        self.loop.post(wait)
 
     def _verify(self, incoming: Incoming, expected: bytes) -> bool:
         """Return whether every written piece, as it lies in its page, matches its checksum.

@@ -25,6 +25,7 @@ from moonpool.engine.kv_memory import KvLayout
 from moonpool.engine.sampler import SampledToken
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import SamplingParams
+from moonpool.worker import decode
 from moonpool.worker.decode import DecodeRole
 from moonpool.worker.kv_link.pieces import Checksums, HostPieces, ReadyPoint
 from moonpool.worker.kv_link.reservations import Reservations
@@ -243,6 +244,24 @@ async def test_pages_that_cannot_be_checked_are_freed(worker: PlayedWorker) -> N
         await commit
     assert worker.step() == []
     assert worker.scheduler.pages.num_available == LAYOUT.num_pages
+
+
+async def test_a_check_that_takes_long_makes_the_engine_s_thread_wait_for_the_device(
+    worker: PlayedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog looks at that thread, so that it notices a device that hangs while there is no step."""
+    monkeypatch.setattr(decode, "SLOW_CHECK_S", 0.01)
+    ticket = await worker.reserve("r")
+    worker.pieces.launched.append(lambda: None)
+    together = worker.pieces.check_together = threading.Barrier(2)
+    commit = worker.commit(ticket)
+    await until(lambda: worker.loop.posted, "the check takes long")
+    worker.boundary()
+    assert worker.pieces.num_done == 1
+    await asyncio.to_thread(together.wait, HANG_S)
+    await until(lambda: worker.loop.posted, "the commit is checked")
+    assert worker.step() == ["r"]
+    await commit
 
 
 async def test_a_commit_does_not_wait_for_steps_launched_since_the_pages_were_reserved(worker: PlayedWorker) -> None:
