@@ -16,7 +16,7 @@ from moonpool.worker.decode import DecodeRole
 from moonpool.worker.kv_link.pull_ahead import AheadPuller
 from moonpool.worker.pipeline.stage_runner import StageRunner
 from moonpool.worker.prefill import PrefillRole
-from moonpool.worker.watchdog import EngineProgress, describe_step, work_of
+from moonpool.worker.watchdog import EngineProgress, work_of_step
 
 
 class BothRoles:
@@ -48,8 +48,8 @@ class BothRoles:
         self._decode.begin_step(() if self._has_prompts else chunks, answers)
         hooks = self._prefill.begin_step(chunks, prompts) if self._has_prompts else None
         self._is_read = any(chunk.wants_logits for chunk in chunks)
-        work, waits_s = sum(work_of(len(chunk.tokens), chunk.end) for chunk in chunks), self._prefill.waits_at_most_s
-        self._progress.begin_step(describe_step(chunks), work, waits_s if hooks is not None else 0.0)
+        waits_s = self._prefill.waits_at_most_s if hooks is not None else 0.0
+        self._progress.begin_step("a step", work_of_step(chunks), waits_s, chunks)
         return hooks
 
     def end_step(self) -> Mapping[str, int]:

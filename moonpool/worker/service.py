@@ -264,7 +264,7 @@ class Worker:
     def _learn_costs(self) -> None:
         costs = self._loop.progress.costs
         for prompt in self._samples.prefills:
-            costs.learn(work_of(prompt.num_tokens - prompt.prefix_tokens, prompt.num_tokens), prompt.seconds)
+            costs.learn(work_of(prompt.num_tokens - prompt.prefix_tokens, prompt.prefix_tokens), prompt.seconds)
         for step in self._samples.decodes:
             costs.learn(work_of(step.num_seqs, step.kv_tokens / step.num_seqs), step.seconds)
 

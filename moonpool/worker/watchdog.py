@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,12 +40,21 @@ _LOG = logging.getLogger(__name__)
 
 
 class Task(NamedTuple):
-    """What the engine's thread does. With `expected_s` None that cannot be said. `waits_s` is for what ends by itself
-    within that time."""
+    """What the engine's thread does, and with which chunks. With `expected_s` None it cannot be said how long that
+    takes. `waits_s` is for what ends by itself within that time."""
 
     what: str
     expected_s: float | None = 0.0
     waits_s: float = 0.0
+    chunks: Sequence[Chunk] = ()
+
+    def describe(self) -> str:
+        """Return what to call it in the log."""
+        if not self.chunks:
+            return self.what
+        names = [chunk.request_id for chunk in self.chunks[:_NAMED]]
+        names += ["..."] if len(self.chunks) > _NAMED else []
+        return f"{self.what} of {sum(len(chunk.tokens) for chunk in self.chunks)} tokens for {', '.join(names)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +113,14 @@ class TaskWatch:
         return WatchedTask(task, now_s - self._seen_s, self._limits.due_s(task), self._limits.limit_s(task))
 
 
-def work_of(num_tokens: int, end: float) -> float:
-    """Return the work of `num_tokens`, of which the last is before token `end`, in tokens without context."""
-    return num_tokens * (1 + end / _CONTEXT_TOKENS)
+def work_of(num_tokens: int, start: float) -> float:
+    """Return the work of `num_tokens` from token `start` on, in tokens without context."""
+    return num_tokens * (1 + start / _CONTEXT_TOKENS)
+
+
+def work_of_step(chunks: Sequence[Chunk]) -> float:
+    """Return the work of all chunks. Called for each step, and fast for many chunks."""
+    return sum([len(chunk.tokens) * (_CONTEXT_TOKENS + chunk.start) for chunk in chunks]) / _CONTEXT_TOKENS
 
 
 class StepCosts:
@@ -157,11 +171,11 @@ class EngineProgress:
         """Something begins that should take no time worth mentioning."""
         self.task = Task(what)
 
-    def begin_step(self, what: str, work: float, waits_s: float = 0.0) -> None:
+    def begin_step(self, what: str, work: float, waits_s: float = 0.0, chunks: Sequence[Chunk] = ()) -> None:
         if not self._work:
             self._since_s = self._clock.now_s()
         self._work += work
-        self.task = Task(what, self.costs.expected_s(self._work) if self._has_stepped else None, waits_s)
+        self.task = Task(what, self.costs.expected_s(self._work) if self._has_stepped else None, waits_s, chunks)
 
     def went_on(self) -> None:
         """Part of the task is done, and no other part takes longer than all of it should."""
@@ -179,13 +193,6 @@ class EngineProgress:
             if self._has_stepped:  # the first step prepares what no later one does
                 self.costs.learn(self._work, self._clock.now_s() - self._since_s)
             self._work, self._has_stepped = 0.0, True
-
-
-def describe_step(chunks: Iterable[Chunk]) -> str:
-    """Return what to call a step in the log."""
-    some = list(chunks)
-    names = ", ".join(chunk.request_id for chunk in some[:_NAMED]) + (", ..." if len(some) > _NAMED else "")
-    return f"a step of {sum(len(chunk.tokens) for chunk in some)} tokens for {names}"
 
 
 class Watchdog:
@@ -209,7 +216,7 @@ class Watchdog:
             before = self._progress.watched
             watched = self._progress.watched = self._watch.look(self._progress.task, clock.now_s())
             if said is not None and (watched is None or watched.task is not said):
-                _say(logging.WARNING, f"the engine's thread goes on: {said.what} took {_seconds(before)}")
+                _say(logging.WARNING, f"the engine's thread goes on: {said.describe()} took {_seconds(before)}")
                 said = None
             if watched is not None and watched.is_overdue and said is None:
                 said = watched.task
@@ -223,7 +230,8 @@ class Watchdog:
     def _describe(self, watched: WatchedTask) -> str:
         frame = sys._current_frames().get(self._progress.thread_id or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (the thread has ended)\n"
-        return f"{watched.task.what} has taken {_seconds(watched)} (limit {watched.limit_s:.1f} s), and is at\n{stack}"
+        taken = f"{_seconds(watched)} (limit {watched.limit_s:.1f} s)"
+        return f"{watched.task.describe()} has taken {taken}, and is at\n{stack}"
 
 
 def _seconds(watched: WatchedTask | None) -> str:

@@ -1,6 +1,6 @@
-"""On a GPU, `pytest -m gpu`: a kernel that does not end is noticed where the engine's thread waits for it, and the worker
-is replaced: at a prefill worker in a step, at a decode worker without one in the check of a hand-off. The kernel comes
-by a signal (hang_site/sitecustomize.py)."""
+"""On a GPU, `pytest -m gpu`: a kernel that does not end is noticed where the engine's thread waits for it, and the
+worker is replaced: at a prefill worker in a step, at a decode worker without one in the check of a hand-off. The kernel
+comes by a signal (hang_site/sitecustomize.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPIN = signal.SIGRTMIN + 1
 HANGS = "the engine's thread hangs, so this process ends: "
 
 
-@pytest.mark.parametrize(("name", "waits"), [("prefill-0", "a step of"), ("decode-0", "a posted function")])
+@pytest.mark.parametrize(("name", "waits"), [("prefill-0", "a step of "), ("decode-0", "a posted function")])
 def test_a_worker_whose_kernel_spins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, waits: str
 ) -> None:

@@ -23,6 +23,7 @@ from moonpool.base.clock import AttendedClock, SystemClock, VirtualClock
 from moonpool.base.errors import ConfigError, Stalled
 from moonpool.base.process import EXIT_HANGS
 from moonpool.engine.engine import Engine
+from moonpool.engine.sequence import Chunk
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.watchdog import (
     LOOK_S,
@@ -34,6 +35,7 @@ from moonpool.worker.watchdog import (
     Watchdog,
     WatchedTask,
     work_of,
+    work_of_step,
 )
 
 LIMITS = TaskLimits(step_limit_s=6.0, prepare_limit_s=60.0)
@@ -124,7 +126,14 @@ def test_a_slow_step_is_forgotten_with_those_after_it() -> None:
     for _ in range(100):
         costs.learn(100, 0.1)
     assert costs.expected_s(100) == pytest.approx(0.1)
-    assert work_of(100, 4096) == 200
+
+
+def test_context_is_work() -> None:
+    chunks = [Chunk("r1/1", 0, (5,) * 100, (), False), Chunk("r2/1", 8192, (5,), (), True)]
+    assert work_of_step(chunks) == work_of(100, 0) + work_of(1, 8192) == 103
+    names = [Chunk(f"r{number}", 0, (5, 6), (), True) for number in range(5)]
+    assert Task("a step", chunks=names).describe() == "a step of 10 tokens for r0, r1, r2, ..."
+    assert Task("a step", chunks=chunks).describe() == "a step of 101 tokens for r1/1, r2/1"
 
 
 def progress_of(clock: VirtualClock, *, launches: bool) -> EngineProgress:

@@ -173,7 +173,7 @@ class StageRunner:
         """Return what to call a chunk's computation in the log, and its work."""
         start, end = prompt.bounds[number]
         part = len(prompt.layers) / self._runner.model.config.num_layers
-        return f"tokens {start} to {end} of {prompt.name}, layers of a pipeline", work_of(end - start, end) * part
+        return f"tokens {start} to {end} of {prompt.name}, layers of a pipeline", work_of(end - start, start) * part
 
     def _compute(self, prompt: StagedPrompt, number: int) -> torch.Tensor:
         chunk = prompt.chunk(number)
