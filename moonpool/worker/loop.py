@@ -98,10 +98,23 @@ class EngineLoop:
             self._refuse_rest()
         return call.future
 
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End the thread after the current step. Idempotent."""
+        self._closed = True
+        self._posted.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        if self._thread.ident is None:  # never started
+            self._end()
+
     async def ask(self, function: Callable[[], T]) -> T:
-        """As call(), for the event loop: return the function's result. Raise Stalled when the thread is overdue
-        with something else; the function may still run later."""
-        future = asyncio.wrap_future(self.call(function))
+        """As call(), for the event loop: return the function's result, or raise as answered() does."""
+        return await self.answered(self.call(function))
+
+    async def answered(self, call: Future[T]) -> T:
+        """Wait for a future of call(). Raise Stalled when the thread is overdue with something else; the function may
+        still run later."""
+        future = asyncio.wrap_future(call)
         try:
             while not (await asyncio.wait((future,), timeout=LOOK_S))[0]:
                 if self.progress.is_overdue:
@@ -111,15 +124,6 @@ class EngineLoop:
             future.cancel()
             raise
         return future.result()
-
-    def close(self, timeout_s: float = 2.0) -> None:
-        """End the thread after the current step. Idempotent."""
-        self._closed = True
-        self._posted.put(None)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-        if self._thread.ident is None:  # never started
-            self._end()
 
     def _end(self) -> None:
         self._ended = True

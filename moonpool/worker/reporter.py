@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from moonpool.base.backoff import Backoff
+from moonpool.base.clock import Deadline
 from moonpool.base.cluster import (
     CONDUCTOR_SERVICE,
     REQUEST_LIMITS,
@@ -36,6 +37,7 @@ from moonpool.base.rpc.reconnect import ReconnectingClient
 from moonpool.engine.scheduler import Scheduler
 from moonpool.worker.loop import EngineLoop, retrieve
 from moonpool.worker.metrics import Samples
+from moonpool.worker.watchdog import LOOK_S
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -153,7 +155,8 @@ def _drain(samples: deque[T]) -> tuple[T, ...]:
 
 class WorkerReporter:
     """`collect` makes report number `sequence`; `info` tells who the worker is now, and `on_assigned` gets the role
-    that the conductor wants it to take."""
+    that the conductor wants it to take. A change of `is_overdue`, whether the engine should have gone on by now, is
+    reported at once."""
 
     def __init__(
         self,
@@ -163,9 +166,10 @@ class WorkerReporter:
         must_start_over: Callable[[], bool],
         interval_s: float,
         on_assigned: Callable[[AssignedRole], None],
+        is_overdue: Callable[[], bool],
     ) -> None:
         self._address, self._info, self._collect = address, info, collect
-        self._must_start_over, self._on_assigned = must_start_over, on_assigned
+        self._must_start_over, self._on_assigned, self._is_overdue = must_start_over, on_assigned, is_overdue
         self._interval_s = interval_s
         self.registered = asyncio.Event()
         self.leaves = asyncio.Event()  # the conductor knows
@@ -213,8 +217,14 @@ class WorkerReporter:
                     self._on_assigned(assigned)
                 sequence, load, was_overdue = sequence + 1, report.load, report.is_overdue
                 self.registered.set()
-            await asyncio.sleep(self._interval_s)
+            await self._pause(was_overdue)
         self.registered.clear()
+
+    async def _pause(self, was_overdue: bool) -> None:
+        deadline = Deadline(self._interval_s)
+        # The watchdog's thread changes it.
+        while self._is_overdue() == was_overdue and not deadline.expired():  # noqa: ASYNC110
+            await asyncio.sleep(min(LOOK_S, deadline.remaining_s()))
 
 
 def make_reporters(
@@ -242,7 +252,15 @@ def make_reporters(
                 return report
             return msgspec.structs.replace(report, step_s=watched.seconds, step_due_s=watched.due_s)
 
-        return WorkerReporter(address, info, collect, collector.must_start_over, interval_s, on_assigned)
+        return WorkerReporter(
+            address,
+            info,
+            collect,
+            collector.must_start_over,
+            interval_s,
+            on_assigned,
+            lambda: loop.progress.is_overdue,
+        )
 
     return [make(address) for address in addresses]
 
