@@ -43,8 +43,8 @@ BLOCK_TOKENS = 64
 
 
 # Of the services of tests. A host that takes processors away must not decide whether blocks are reused: no master
-# counts as away, and no pull is given up for computing. Several services fit into the machine's memory. Workers measure
-# little when they start, because no test depends on what is predicted.
+# counts as away, no pull is given up for computing, and no engine counts as hanging. Several services fit into the
+# machine's memory. Workers measure little when they start, because no test depends on what is predicted.
 _SETTINGS = {
     "MOONPOOL_POOL_SILENCE_S": "60",
     "MOONPOOL_PULL_GRACE_S": "60",

@@ -219,7 +219,7 @@ def test_a_process_that_stood_still_for_longer_goes_on(server: ForkServer, tmp_p
         time.sleep(2 * LIMIT_S)
         process.send_signal(signal.SIGCONT)
         assert process.wait(HANG_S) == 0
-    assert (tmp_path / "log").read_text() == ""
+    assert "hangs" not in (tmp_path / "log").read_text()
 
 
 def test_the_log_says_when_a_late_engine_goes_on(server: ForkServer, tmp_path: Path) -> None:

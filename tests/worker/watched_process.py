@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import threading
+import time
 
 from moonpool.base.clock import SystemClock
 from moonpool.base.process import EXIT_HANGS
 from moonpool.worker.watchdog import EngineProgress, Task, TaskLimits, Watchdog
 
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 _told = threading.Event()
 
 
@@ -20,23 +21,34 @@ class LateSoon(TaskLimits):
     """What is overdue soon and never hangs."""
 
     def due_s(self, task: Task) -> float:
-        return LIMIT_S
+        return LIMIT_S / 2
 
 
-def hangs() -> None:
+def hangs(progress: EngineProgress) -> None:
     threading.Event().wait()
 
 
-def hangs_with_the_log() -> None:
+def hangs_with_the_log(progress: EngineProgress) -> None:
     logging.getLogger().handlers[0].acquire()
-    hangs()
+    hangs(progress)
 
 
-def stops_itself() -> None:
+def stops_itself(progress: EngineProgress) -> None:
+    """Stop between two looks of the watchdog, which see the same task, and go on until it has looked once more: after a
+    look that finds a hang there is no other."""
+    until_looked(progress)
     os.kill(os.getpid(), signal.SIGSTOP)
+    until_looked(progress)
+    until_looked(progress)
 
 
-def is_late() -> None:
+def until_looked(progress: EngineProgress) -> None:
+    before = progress.watched
+    while progress.watched is before:
+        time.sleep(0.01)
+
+
+def is_late(progress: EngineProgress) -> None:
     _told.wait()
 
 
@@ -53,7 +65,7 @@ def main(what: str) -> None:
         progress.thread_id = threading.get_ident()
         progress.begin("what a test does")
         print("began", flush=True)
-        KINDS[what]()
+        KINDS[what](progress)
         progress.rest()
         ended.set()
 
