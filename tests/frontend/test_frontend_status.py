@@ -15,12 +15,14 @@ import msgspec
 import pytest
 from frontend_cluster import MODEL, ToyCluster
 from waiting import HANG_S
+from worker_info import info
 
-from moonpool.base.cluster import WorkerRole
+from moonpool.base.cluster import WorkerLoad, WorkerRole
 from moonpool.base.errors import ConfigError
 from moonpool.base.rpc import RpcPeer
-from moonpool.conductor.messages import Status
+from moonpool.conductor.messages import Status, WorkerStatus
 from moonpool.frontend.status_reply import StatusReply
+from moonpool.frontend.status_rows import ByteRates, worker_row
 from moonpool.frontend.tenants import ADMIN_KEY_FILE, load_admin_key, load_tenants
 from moonpool.master.service import Master, MasterConfig
 
@@ -178,3 +180,11 @@ def test_an_admin_key_that_is_empty_or_a_tenants_is_refused(tmp_path: Path, key:
     path.write_text(json.dumps({**TENANTS, "admin_keys": [key]}))
     with pytest.raises(ConfigError, match="empty or given twice"):
         load_tenants(tmp_path, path)
+
+
+def test_a_row_says_that_its_worker_is_late() -> None:
+    worker = WorkerStatus(info=info("p0"), load=WorkerLoad(), indexed_blocks=0, assigned=0, is_late=True)
+    row = worker_row(worker, None, ByteRates())
+    assert (row.is_up, row.is_late) == (True, True)
+    on_time = msgspec.structs.replace(worker, is_late=False)
+    assert not worker_row(on_time, None, ByteRates()).is_late
