@@ -34,8 +34,11 @@ _BUGS = (Internal, ProtocolError, AssertionError)
 class _View:
     """A view that is held: its bytes stay what they are."""
 
-    def __init__(self, view: ObjectView, data: bytes, began_s: float, viewed_s: float, until_s: float) -> None:
+    def __init__(
+        self, view: ObjectView, data: bytes, began_s: float, viewed_s: float, until_s: float, master: int
+    ) -> None:
         self.view, self.data, self.began_s, self.viewed_s, self.until_s = view, data, began_s, viewed_s, until_s
+        self.master = master  # the incarnation to which the client was connected when it began
 
 
 class Program:
@@ -72,9 +75,9 @@ class Program:
 
     def run(self) -> None:
         self._client, _ = self._world.make_client()
-        weights = [weight for weight, _ in self._calls]
         while not self.wants_end:
             self._world.scheduler.sleep(self._rng.expovariate(1 / self._world.think_s))
+            weights = [self._world.favoured.get(_name(call), weight) for weight, call in self._calls]
             (_, call), *_ = self._rng.choices(self._calls, weights)
             self._timed(call)
         self._close_views(everything=True)
@@ -84,7 +87,7 @@ class Program:
     def _timed(self, call: Callable[[], Any]) -> None:
         process, scheduler = self._member.process, self._world.scheduler
         assert process is not None
-        name = getattr(call, "__name__", "call").strip("_")
+        name = _name(call)
         began_s, stopped_s = scheduler.now_s, process.stopped_s
         try:
             call()
@@ -207,7 +210,7 @@ class Program:
             self._note("no", key, type(error).__name__, error)
 
     def _view(self) -> None:
-        began_s, keys = self._world.scheduler.now_s, self._some(3)
+        began_s, keys, master = self._world.scheduler.now_s, self._some(3), self.client.master.incarnation
         verify: Literal["once", "always"] = "always" if self._world.flips or self._rng.random() < 0.3 else "once"
         for key, view in zip(keys, self.client.view_many(keys, verify=verify), strict=True):
             if isinstance(view, MoonpoolError):
@@ -217,7 +220,7 @@ class Program:
             if not self._world.flips:
                 self._got(key, data, began_s)
             now_s = self._world.scheduler.now_s
-            self._views.append(_View(view, data, began_s, now_s, now_s + self._rng.expovariate(0.2)))
+            self._views.append(_View(view, data, began_s, now_s, now_s + self._rng.expovariate(0.2), master))
 
     def _view_again_and_again(self) -> None:
         """One key, while others change it: after the first time mostly without a message."""
@@ -239,7 +242,7 @@ class Program:
         self._views = [each for each in self._views if each not in over]
         for each in over:
             data = b"".join(bytes(piece) for piece in each.view.pieces)
-            is_forgotten = self._world.history.may_be_forgotten(each.began_s, each.viewed_s)
+            is_forgotten = self._world.history.may_be_forgotten(each.began_s, each.viewed_s, each.master)
             if data != each.data and not self._world.flips and not is_forgotten:
                 self._world.violated(f"a view of {each.view.key!r} changed while it was held by {self._member.name}")
             each.view.close()
@@ -301,3 +304,7 @@ class Program:
     def _ask_why(self) -> None:
         key = self._rng.choice(self._keys)
         self._note("why", key, self.client.why(key), self.client.stats().num_objects)
+
+
+def _name(call: Callable[[], Any]) -> str:
+    return call.__name__.strip("_")

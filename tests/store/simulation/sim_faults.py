@@ -1,12 +1,12 @@
 """What goes wrong, when and for how long: chosen by the seed. Each seed has a few kinds of trouble, not all of them.
 
-A storm is another choice: the master dies again and again, often before it has heard from every node.
+KINDS are other choices, in which some order of events is frequent that is rare among all troubles.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moonpool.base.errors import MoonpoolError
@@ -17,12 +17,14 @@ from .sim_world import Member, World
 
 Strike = Callable[[], None]
 STRANGE_EVERY = 10  # seeds, of which one has a process that names strange generations
-LOST_GRANTS_EVERY = 3  # storms, of which one has clients that write long after the master has lost their grants
+LOST_GRANTS_EVERY = 3  # storms, of which one has clients that stand still before they write
 
 
 class Faults:
     """`start_client` brings a client (back) to life."""
 
+    num_keys: Sequence[int] = (4, 12, 30)
+    num_clients = (2, 4)  # at least, at most
     master_away_s = 4.0  # at most, after a death
 
     def __init__(self, world: World, start_client: Callable[[Member], None]) -> None:
@@ -93,7 +95,7 @@ class Faults:
         world.network.lose_power(process)
         world.scheduler.kill(process)
         world.journal_disk.lose_power(self._rng)
-        world.history.power_lost(world.journal_disk.synced_s)
+        world.history.power_lost(world.journal_disk.synced_s, world.journal_disk.epoch)
         self._later(self.master_away_s, world.start_master)
 
     def _kill_node(self) -> None:
@@ -128,6 +130,10 @@ class Faults:
 
     # stops
 
+    def _running_client(self) -> Member | None:
+        world = self._world
+        return next((each for each in world.clients if each.process is world.scheduler.current), None)
+
     def _stop_client(self) -> None:
         """At any time, or in the middle of a copy."""
         member, most_s = self._rng.choice(self._world.clients), self._rng.choice((2.0, 15.0, 60.0))
@@ -148,12 +154,14 @@ class Faults:
     def _stop_master(self) -> None:
         self._stop(self._world.master, self._rng.choice((1.0, 12.0)))
 
-    def _stop(self, member: Member, most_s: float) -> None:
+    def _stop(self, member: Member, most_s: float, least_s: float = 0.05) -> None:
         process = member.process
         if process is not None and process.is_alive and not process.is_stopped:
             self._world.note("stop", process.name)
             self._world.scheduler.stop(process)
-            self._later(most_s, self.go_on, process, self._world.scheduler.now_s)
+            scheduler = self._world.scheduler
+            delay_s = self._rng.random() * most_s + least_s
+            scheduler.call_later(delay_s, None, self.go_on, process, scheduler.now_s)
 
     def go_on(self, process: Process, since_s: float) -> None:
         if process.is_alive and process.is_stopped:
@@ -247,6 +255,8 @@ class Faults:
         world.stop_in_copy.clear()
         self._no_spikes()
         self._no_stalls()
+        world.call_s = 0.0
+        world.network.slow.clear()
         world.network.heal_all()
         for member in (world.master, *world.nodes, *world.clients):
             if member.process is not None and member.process.is_stopped:
@@ -295,7 +305,7 @@ class Storm(Faults):
     def _lose_grant(self) -> None:
         """A client stands still before it writes. The master loses power, and the grant if its disk has not got it."""
         world, rng = self._world, self._rng
-        member = next((each for each in world.clients if each.process is world.scheduler.current), None)
+        member = self._running_client()
         if member is not None and not self.is_over and rng.random() < 0.25:
             world.scheduler.call_later(0.0, None, self._strike, "power master")
             self._stop(member, 6.0)
@@ -304,3 +314,115 @@ class Storm(Faults):
     def _late_node(self) -> None:
         """The next master hears from it late, or not at all before it dies."""
         self._part("m", self._rng.choice(self._world.nodes).host, 3.0)
+
+
+# The weights of calls in LateWriters.
+_NEVER = dict.fromkeys(("get_into", "exist", "remove", "remove_matching", "pin", "order_about", "ask_why"), 0)
+_PUT_MOSTLY = _NEVER | {"put": 48, "get": 4, "view": 0, "view_again_and_again": 0, "close_views": 20}
+_VIEW_MOSTLY = _NEVER | {"put": 3, "put_one_by_one": 2, "put_in_pieces": 0, "get": 10, "view": 80}
+
+
+class LateWriters(Faults):
+    """The master forgets what it has granted, and clients write there long after that, while others hold views.
+
+    The pool is one full node with all clients beside it, so that an object has made way for most of what is granted.
+    Either the master loses power, with the grants of clients that stand still before they write: the next one has these
+    objects again, and the node reports to it late. Or the master forgets the node, which stands still for too long.
+    """
+
+    num_keys, num_clients = (30,), (3, 5)
+    master_away_s = 0.2
+
+    def __init__(self, world: World, start_client: Callable[[Member], None]) -> None:
+        super().__init__(world, start_client)
+        world.rules |= {"lease_s": 0.3, "high_watermark": 0.95, "low_watermark": 0.9}
+        world.num_nodes, world.granules, world.far_hosts = (1, 1), (24, 40), ()
+        world.sync_s, world.snapshot_entries = 1.0, 100_000  # much is lost with power
+        world.before_write = self._write_late
+        self._late: set[str] = set()  # clients that are to stand still before they write
+        self._will_lose_power = False
+        self._put_for_now()
+
+    def _choose(self, kinds: dict[str, Strike]) -> dict[str, Strike]:
+        own = {"late writers": self._late_writers, "late node": self._late_node, "forgotten node": self._forgotten_node}
+        return own | {name: kinds[name] for name in ("power master", "stop node")}
+
+    def plan(self, duration_s: float) -> None:
+        for at_s in (1.5, 6.5):
+            self._strike_at(at_s, self._rng.choice(("late writers", "late writers", "forgotten node")))
+
+    def _put_for_now(self) -> None:
+        self._world.favoured, self._world.think_s = _PUT_MOSTLY, 0.1
+
+    def _view_for(self, seconds: float) -> None:
+        self._world.favoured, self._world.think_s = _VIEW_MOSTLY, 0.02
+        self._world.scheduler.call_later(seconds, None, self._put_for_now)
+
+    def _late_writers(self) -> None:
+        """From now on all but one stand still before they write; soon after the first one the master loses power."""
+        reader = self._rng.choice(self._world.clients)
+        self._late = {each.name for each in self._world.clients if each is not reader}
+
+    def _write_late(self) -> None:
+        world, member = self._world, self._running_client()
+        if member is None or self.is_over or member.name not in self._late:
+            return
+        if not self._will_lose_power:
+            self._will_lose_power = True
+            world.scheduler.call_later(0.2, None, self._lose_power)
+        self._late.discard(member.name)
+        self._stop(member, 4.0)
+        world.pause()
+
+    def _lose_power(self) -> None:
+        self._late.clear()
+        self._will_lose_power = False
+        self._view_for(4.0)
+        self._strike("power master")
+        if self._rng.random() < 0.7:
+            self._strike("late node")
+
+    def _late_node(self) -> None:
+        """The master hears from it late; the clients beside it do not notice."""
+        world, process = self._world, self._rng.choice(self._world.nodes).process
+        if process is not None:
+            world.network.slow[process] = self._rng.choice((0.3, 0.6))
+            world.note("slow", process.name, world.network.slow[process])
+            world.scheduler.call_later(4.5, None, world.network.slow.pop, process, None)
+
+    def _forgotten_node(self) -> None:
+        self._view_for(5.5)
+        self._world.scheduler.call_later(0.5, None, self._strike, "stop node")
+
+    def _stop_node(self) -> None:
+        """For longer than the master remembers its memory."""
+        self._stop(self._rng.choice(self._world.nodes), 1.0, least_s=4.2)
+
+
+class Busy(Faults):
+    """The master is overloaded again and again, so that calls come to their turn when their callers have given up."""
+
+    def _choose(self, kinds: dict[str, Strike]) -> dict[str, Strike]:
+        others = ("kill client", "stop client", "stop node", "sever", "spikes", "kill master")
+        names = self._rng.sample(others, self._rng.choice((0, 1, 2)))
+        return {"overload": self._overload} | {name: kinds[name] for name in names}
+
+    def plan(self, duration_s: float) -> None:
+        self._plan(["overload"], 0.4, duration_s)
+        others = sorted(set(self.kinds) - {"overload"})
+        if others:
+            self._plan(others, 0.2, duration_s)
+
+    def _overload(self) -> None:
+        """Each call takes the master long, so that others wait in its sockets."""
+        self._world.call_s = self._rng.choice((0.05, 0.15, 0.3))
+        self._world.note("overload", self._world.call_s)
+        self._later(3.0, self._no_overload)
+
+    def _no_overload(self) -> None:
+        self._world.note("no overload")
+        self._world.call_s = 0.0
+
+
+# By the option of `python -m tests.store.simulation` that chooses it; without one the first.
+KINDS: dict[str, type[Faults]] = {"": Faults, "storm": Storm, "late": LateWriters, "busy": Busy}

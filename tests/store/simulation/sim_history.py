@@ -49,6 +49,7 @@ class History:
         self.losses_s: list[float] = []  # of nodes, or of the end of the journal
         self.num_flips = 0
         self.lost_times_s: list[tuple[float, float]] = []  # from when on nothing was durable, and when power was lost
+        self._lost_masters: list[int] = []  # their incarnations, as lost_times_s
         self.num_reads = self.num_hits = self.num_acknowledged = 0
 
     # what was asked
@@ -135,9 +136,14 @@ class History:
         """Bits were flipped; or a master that lost power believed in an object that had been overwritten."""
         return bool(self.num_flips) or (key, at_s) in self._overwritten
 
-    def may_be_forgotten(self, began_s: float, ended_s: float) -> bool:
-        """The pin of a view that was opened in this time, by a master that lost power. It may be an earlier view's."""
-        return any(durable_s <= ended_s and began_s <= lost_s + SPARE_S for durable_s, lost_s in self.lost_times_s)
+    def may_be_forgotten(self, began_s: float, ended_s: float, master: int) -> bool:
+        """The pin of a view that was opened in this time, by a master that lost power. It may be an earlier view's.
+        `master` is the incarnation of the master to which the client was connected then.
+        """
+        return any(
+            durable_s <= ended_s and began_s <= lost_s + SPARE_S and master <= last_lost
+            for (durable_s, lost_s), last_lost in zip(self.lost_times_s, self._lost_masters, strict=True)
+        )
 
     # what happened to the world
 
@@ -153,10 +159,11 @@ class History:
         before_s, self._carried_out[number] = self._carried_out.get(number, NEVER_S), self._now()
         return before_s == NEVER_S or any(durable_s <= before_s <= lost_s for durable_s, lost_s in self.lost_times_s)
 
-    def power_lost(self, durable_s: float) -> None:
+    def power_lost(self, durable_s: float, master: int) -> None:
         """What was done after that moment, or is being done, may be undone; what had made way for it is not there any
-        more.
+        more. `master` is the highest incarnation so far.
         """
+        self._lost_masters.append(master)
         self.losses_s.append(self._now())
         self.lost_times_s.append((durable_s, self._now()))
         for write in self._by_number.values():

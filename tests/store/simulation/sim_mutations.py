@@ -16,6 +16,7 @@ import moonpool.store.client.mapped_copy
 import moonpool.store.client.remote_read
 import moonpool.store.client.small_read
 import moonpool.store.client.views
+from moonpool.base.rpc import RpcPeer
 from moonpool.master.state.ahead import SpaceAhead
 from moonpool.master.state.answers import Answers
 from moonpool.master.state.hot_replicas import HotReplicas
@@ -192,6 +193,14 @@ def _replicas_stay_when_their_key_has_cooled() -> list[Change]:
     return [(HotReplicas, "_review", lambda self, now_s, limit: False)]
 
 
+def _late_calls_are_carried_out() -> list[Change]:
+    return [(RpcPeer, "_is_refused", lambda self, call_id, wait_ms, waited_s: False)]
+
+
+def _dropped_answers_keep_their_space() -> list[Change]:
+    return [(UnfinishedPuts, "drop", lambda self, number, keys, now_s: None)]
+
+
 MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "discard frees at once": _discard_frees_at_once,
     "sessions hold nothing": _sessions_hold_nothing,
@@ -222,6 +231,8 @@ MUTATIONS: dict[str, Callable[[], list[Change]]] = {
     "every generation is believed": _every_generation_is_believed,
     "replicas stay when their key has cooled": _replicas_stay_when_their_key_has_cooled,
     "answers are forgotten in a restart": _answers_are_forgotten_in_a_restart,
+    "late calls are carried out": _late_calls_are_carried_out,
+    "dropped answers keep their space": _dropped_answers_keep_their_space,
 }
 
 

@@ -89,6 +89,7 @@ class Network:
         self.partitions: set[tuple[str, str]] = set()  # pairs of hosts, ordered
         self.dark: set[str] = set()  # hosts without power
         self.spike = 0.0  # how often a message takes long
+        self.slow: dict[Process, float] = {}  # how much longer each message of its connections to other hosts takes
         self.num_messages = 0
         self.links: dict[Link, None] = {}
         self._listeners: dict[str, tuple[Process, Callable[[], Any]]] = {}
@@ -106,6 +107,8 @@ class Network:
             self._stalled.append((to, deliver, args))
             return
         delay_s = self.delay_s(link.is_local)
+        if self.slow and not link.is_local:
+            delay_s += self.slow.get(link.client.process, 0.0)
         when_s = max(self.scheduler.now_s + delay_s, to.last_s)
         to.last_s = when_s
         to.on_way.append(self.scheduler.call_at(when_s, to.process, deliver, *args))

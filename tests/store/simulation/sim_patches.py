@@ -54,11 +54,14 @@ import moonpool.transfer.disk.disk
 import moonpool.transfer.disk.handle
 import moonpool.transfer.transports.mapped
 from moonpool.base.errors import DeadlineExceeded, PeerLost
+from moonpool.base.frames import FrameDecoder, FrameKind
 from moonpool.base.header_columns import PlainHeaders
-from moonpool.store.messages import SESSIONS_ALONE
+from moonpool.base.rpc import RpcPeer
+from moonpool.store.client.master_client import MasterClient
+from moonpool.store.messages import SESSIONS_ALONE, PutDrop
 
 from .sim_disk import SimFcntl
-from .sim_history import SPARE_S
+from .sim_history import NEVER_S, SPARE_S
 from .sim_loop import SimEvent, SimLock, SimPool, SimQueue
 from .sim_memory import SimEngine, SimFolder
 from .sim_net import SimSocketModule
@@ -196,6 +199,54 @@ def _once(original: Any) -> Any:
     return once
 
 
+def _on_data(original: Any) -> Any:
+    """Note until when the callers in it wait at least, if the busy event loop has found it waiting."""
+
+    def data_received(self: Any, data: bytes) -> None:
+        scheduler = _world().scheduler
+        if scheduler.found_s is not None:
+            is_first = self.__dict__.get("found_s") != scheduler.found_s  # what comes second may be new
+            self.found_s = scheduler.found_s
+            since_s, until_s = (self.found_s if is_first else scheduler.now_s), self.__dict__.setdefault("until_s", {})
+            for frame in FrameDecoder().feed(data):
+                if frame.kind is FrameKind.CALL and frame.wait_ms:
+                    until_s[frame.call_id] = since_s + frame.wait_ms / 1000
+        original(self, data)
+
+    return data_received
+
+
+def _on_call(original: Any) -> Any:
+    def on_call(self: Any, call_id: int, body: bytes) -> None:
+        world = _world()
+        late_s = world.scheduler.now_s - self.__dict__.get("until_s", {}).pop(call_id, NEVER_S)
+        if late_s > 0.0:
+            world.violated(f"a call was begun {late_s:.3f} s after its caller had given up")
+        original(self, call_id, body)
+        process = world.scheduler.current
+        if world.call_s and process is world.master.process:
+            process.busy_until_s = world.scheduler.now_s + world.call_s
+
+    return on_call
+
+
+def _send_first_owed(original: Any) -> Any:
+    def send_first_owed(self: Any) -> None:
+        world, call = _world(), self._owed[0]
+        master = world.master.process
+        original(self)
+        if isinstance(call, PutDrop) and master is world.master.process and world.master.is_alive:
+            puts, space = world.state.puts, world.state.space
+            kept = [put for put in puts.pending.values() if put.terms.number == call.number]
+            kept += [put for put in space.of_puts.values() if put.number == call.number]
+            if kept:
+                world.violated(
+                    f"PutStart {call.number} was given up, the master was told, and keeps {len(kept)} spaces"
+                )
+
+    return send_first_owed
+
+
 def _end(original: Any) -> Any:
     def end(self: Any, segment: Any) -> None:
         original(self, segment)
@@ -277,6 +328,10 @@ def _patches() -> list[tuple[Any, str, Any]]:
             (moonpool.node.ssd.log.SsdLog, name, _with_pauses(getattr(moonpool.node.ssd.log.SsdLog, name)))
             for name in ("append_many", "sync", "remove")
         ],
+        (RpcPeer, "data_received", _on_data(RpcPeer.data_received)),
+        (RpcPeer, "_on_call", _on_call(RpcPeer._on_call)),
+        (moonpool.base.rpc.aio_server, "_MAX_READS", 1),  # each turn of an event loop is noted
+        (MasterClient, "_send_first_owed", _send_first_owed(MasterClient._send_first_owed)),
         (moonpool.master.service, "Journal", SimpleNamespace(open=lambda *args: _world().open_journal())),
         (moonpool.master.service, "gc", SimpleNamespace(freeze=nothing)),
         (moonpool.master.state.snapshot, "STEP_SLOTS", _SNAPSHOT_SLOTS),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moonpool.store import Store
 
 from .sim_client import Program
-from .sim_faults import Faults, Storm
+from .sim_faults import KINDS
 from .sim_patches import Here
 from .sim_world import Member, World
 
@@ -32,13 +32,13 @@ class Outcome:
 
 
 class Simulation:
-    def __init__(self, seed: int, keep_log: bool = False, is_storm: bool = False) -> None:
+    def __init__(self, seed: int, keep_log: bool = False, kind: str = "") -> None:
         self.world = World(seed, keep_log)
         rng = self.world.rng
         self.world.think_s = rng.choice((0.1, 0.2, 0.4))
-        self._keys = [b"key-%d" % number for number in range(rng.choice((4, 12, 30)))]
+        self._keys = [b"key-%d" % number for number in range(rng.choice(KINDS[kind].num_keys))]
         self._programs: dict[str, Program] = {}
-        self.faults = (Storm if is_storm else Faults)(self.world, self.start_client)
+        self.faults = KINDS[kind](self.world, self.start_client)
 
     def run(self) -> Outcome:
         Here.world = self.world
@@ -80,8 +80,8 @@ class Simulation:
         world, rng = self.world, self.world.rng
         world.build()
         world.scheduler.run_for(2.0)
-        hosts = [*(each.host for each in world.nodes), "c"]
-        for number in range(rng.randint(2, 4)):
+        hosts = [*(each.host for each in world.nodes), *world.far_hosts]
+        for number in range(rng.randint(*self.faults.num_clients)):
             member = Member(f"c{number}", rng.choice(hosts))
             world.clients.append(member)
             self.start_client(member)
@@ -241,6 +241,6 @@ class Simulation:
             scheduler.failure = None
 
 
-def run_seed(seed: int, keep_log: bool = False, is_storm: bool = False) -> Outcome:
-    """Inside sim_patches.simulated(). A storm is another history than the seed's without one."""
-    return Simulation(seed, keep_log, is_storm).run()
+def run_seed(seed: int, keep_log: bool = False, kind: str = "") -> Outcome:
+    """Inside sim_patches.simulated(). A seed has another history with each kind of troubles (sim_faults.KINDS)."""
+    return Simulation(seed, keep_log, kind).run()

@@ -34,6 +34,9 @@ class Process:
         self.loop: Any = None
         self.on_death: list[Callable[[], None]] = []
         self.stopped_s = 0.0  # all time it was stopped, for judging deadlines
+        self.busy_until_s = 0.0  # its event loop runs one handler until then
+        self.found: deque[_Item] = deque()  # what it found when it looked last, and has not come to
+        self.waiting: list[_Item] = []  # what came since; a busy event loop looks again when it has handled `found`
 
     def __repr__(self) -> str:
         return self.name
@@ -42,11 +45,12 @@ class Process:
 class _Item:
     """Something to run for a process. `cancelled` ones are skipped."""
 
-    __slots__ = ("action", "args", "cancelled", "process")
+    __slots__ = ("action", "args", "cancelled", "found_s", "process")
 
     def __init__(self, process: Process | None, action: Any, args: tuple[Any, ...]) -> None:
         self.process, self.action, self.args = process, action, args
         self.cancelled = False
+        self.found_s: float | None = None  # when its busy process found it waiting
 
 
 class _Carrier:
@@ -140,6 +144,7 @@ class Scheduler:
         self._heap: list[tuple[float, int, _Item]] = []
         self._soon: deque[tuple[float, int, _Item]] = deque()  # due now
         self._in_item = False
+        self.found_s: float | None = None  # of the item that runs
         self._driver_baton = threading.Lock()
         self._driver_baton.acquire()
         self._driver_wake: _Item | None = None
@@ -173,6 +178,8 @@ class Scheduler:
         process.is_alive = False
         process.is_stopped = False
         process.deferred.clear()
+        process.found.clear()
+        process.waiting.clear()
         for notify in process.on_death:
             notify()
         for thread in list(process.threads):
@@ -282,12 +289,38 @@ class Scheduler:
                 continue
             if when_s > self.now_s:
                 self.now_s = when_s
+            if process is not None and (process.found or process.waiting or process.busy_until_s > self.now_s):
+                found = self._next_found(process, item)
+                if found is None:
+                    continue
+                item = found
             self.num_items += 1
             return item
 
+    def _next_found(self, process: Process, item: _Item) -> _Item | None:
+        """What a busy event loop does next, when it is done with what it does; `item` waits, unless it says that."""
+        if item.action is not process:
+            if not process.waiting and not process.found:
+                self._queue(process.busy_until_s, _Item(process, process, ()))
+            process.waiting.append(item)
+            return None
+        if process.busy_until_s > self.now_s:
+            self._queue(process.busy_until_s, item)
+            return None
+        if not process.found:  # callbacks come before what connections have received, as in a real one
+            process.waiting.sort(key=lambda each: getattr(each.action, "__name__", "") in ("deliver", "end_here"))
+            process.found.extend(process.waiting)
+            process.waiting.clear()
+            for each in process.found:
+                each.found_s = self.now_s
+        found = process.found.popleft()
+        if process.found or process.waiting:
+            self._queue(self.now_s, item)
+        return None if found.cancelled else found
+
     def _run_item(self, item: _Item) -> None:
         process = item.process
-        self.current, self._in_item = process, True
+        self.current, self._in_item, self.found_s = process, True, item.found_s
         loop = process.loop if process is not None else None
         if loop is not None:
             _set_running_loop(loop)

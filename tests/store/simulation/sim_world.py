@@ -123,9 +123,13 @@ class World:
         self.num_events = 0
         self.stall = 0.0  # how often a pause is a long one
         self.think_s = 0.3  # between two calls of a client
+        self.call_s = 0.0  # for so long a call to the master keeps its event loop busy
         self.stop_in_copy: dict[Process, Callable[[], None]] = {}
         self.before_small_put: Callable[[Member], None] = lambda member: None
         self.granules: Sequence[int] = (12, 24, 40)  # of a node's memory
+        self.num_nodes = (2, 4)  # at least, at most
+        self.far_hosts: Sequence[str] = ("c",)  # of clients that have no node beside them
+        self.favoured: dict[str, int] = {}  # calls of clients that have another weight now
         self.before_write: Callable[[], None] = lambda: None
         self.flips = False  # bits are flipped in this world
         self.disk_nodes: set[str] = set()
@@ -187,7 +191,7 @@ class World:
     def build(self) -> None:
         rng = self.rng
         self.start_master()
-        for number in range(rng.randint(2, 4)):
+        for number in range(rng.randint(*self.num_nodes)):
             self.nodes.append(Member(f"n{number}", f"h{number}"))
         self.disk_nodes = {each.name for each in self.nodes if rng.random() < 0.6}
         self.dram_nbytes = {each.name: rng.choice(self.granules) * GRANULE_NBYTES for each in self.nodes}
