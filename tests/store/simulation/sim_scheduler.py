@@ -34,7 +34,7 @@ class Process:
         self.loop: Any = None
         self.on_death: list[Callable[[], None]] = []
         self.stopped_s = 0.0  # all time it was stopped, for judging deadlines
-        self.busy_until_s = 0.0  # its event loop runs one handler until then
+        self.busy_until_s = 0.0  # its event loop runs one handler until then; 0: it has time
         self.found: deque[_Item] = deque()  # what it found when it looked last, and has not come to
         self.waiting: list[_Item] = []  # what came since; a busy event loop looks again when it has handled `found`
 
@@ -289,7 +289,7 @@ class Scheduler:
                 continue
             if when_s > self.now_s:
                 self.now_s = when_s
-            if process is not None and (process.found or process.waiting or process.busy_until_s > self.now_s):
+            if process is not None and process.busy_until_s:
                 found = self._next_found(process, item)
                 if found is None:
                     continue
@@ -298,25 +298,34 @@ class Scheduler:
             return item
 
     def _next_found(self, process: Process, item: _Item) -> _Item | None:
-        """What a busy event loop does next, when it is done with what it does; `item` waits, unless it says that."""
+        """Return what a busy event loop does next; None while it does something else. Then `item` waits. The item whose
+        action is the process says that the loop is done with that.
+        """
         if item.action is not process:
             if not process.waiting and not process.found:
+                if process.busy_until_s <= self.now_s:
+                    process.busy_until_s = 0.0
+                    return item
                 self._queue(process.busy_until_s, _Item(process, process, ()))
             process.waiting.append(item)
             return None
         if process.busy_until_s > self.now_s:
             self._queue(process.busy_until_s, item)
             return None
-        if not process.found:  # callbacks come before what connections have received, as in a real one
-            process.waiting.sort(key=lambda each: getattr(each.action, "__name__", "") in ("deliver", "end_here"))
-            process.found.extend(process.waiting)
-            process.waiting.clear()
-            for each in process.found:
-                each.found_s = self.now_s
+        if not process.found:
+            self._look(process)
         found = process.found.popleft()
         if process.found or process.waiting:
             self._queue(self.now_s, item)
         return None if found.cancelled else found
+
+    def _look(self, process: Process) -> None:
+        """A busy event loop finds what waits: callbacks first, then what connections have received."""
+        process.waiting.sort(key=lambda each: getattr(each.action, "__name__", "") in ("deliver", "end_here"))
+        process.found.extend(process.waiting)
+        process.waiting.clear()
+        for each in process.found:
+            each.found_s = self.now_s
 
     def _run_item(self, item: _Item) -> None:
         process = item.process
