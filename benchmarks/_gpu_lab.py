@@ -75,8 +75,9 @@ def decode_nbytes(num_seqs: int, context: float) -> float:
     return 2 * (NUM_PARAMETERS - _EMBEDDING) + num_seqs * context * TOKEN_NBYTES
 
 
-def make_engine(num_pages: int, max_num_seqs: int = 64) -> Engine:
-    """Return an engine with random weights, warmed up; its memory is free again when the last reference is gone."""
+def make_engine(num_pages: int, max_num_seqs: int = 64, shape: str = "8b") -> Engine:
+    """Return an engine with random weights of a shape of _random_model.py, warmed up; its memory is free again when the
+    last reference is gone."""
     gc.collect()
     torch.cuda.empty_cache()
     config = EngineConfig(
@@ -89,11 +90,11 @@ def make_engine(num_pages: int, max_num_seqs: int = 64) -> Engine:
         device="cuda",
     )
     with tempfile.TemporaryDirectory() as folder:
-        files = resolve(str(write_model(Path(folder) / "llama-8b", "8b")), random_weights=True)
-        shape = read_config(files)
-        runner = load_runner(files, shape, config)
+        files = resolve(str(write_model(Path(folder) / shape, shape)), random_weights=True)
+        model = read_config(files)
+        runner = load_runner(files, model, config)
     runner.warm_up()
-    return Engine(make_scheduler(shape, config), runner)
+    return Engine(make_scheduler(model, config), runner)
 
 
 def release() -> None:

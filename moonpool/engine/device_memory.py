@@ -37,7 +37,8 @@ class DeviceNeed:
         # Of each token: residual, norm and projections in the model's dtype, and the norm's float32 copies.
         token = (4 * model.hidden_size + model.query_size + 3 * model.intermediate_size) * width + 8 * model.hidden_size
         past = 2 * model.max_position * model.kv_size * width  # one layer's KV of the longest sequence, gathered
-        logits = 3 * max_num_seqs * model.vocab_size * 4
+        # The model's, those with penalties, weights of a draw, and counts of tokens.
+        logits = 4 * max_num_seqs * model.vocab_size * 4
         step = int(_STEP_MARGIN * (max_batch_tokens * token + past + logits)) + _CONTEXT_NBYTES
         page = 2 * model.num_layers * model.kv_size * block_tokens * width
         return cls(weights, step, page)

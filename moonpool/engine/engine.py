@@ -11,8 +11,7 @@ batch of one, and the request whose step fails ends with the error. If the model
 belongs to no request, the engine itself is broken and step() raises.
 
 On a GPU a decode step is launched and draws its tokens there, and before they are read the step after it is launched
-(`Executor.launcher`). What that step computes for a sequence that has ended is dropped. Penalties, barred tokens and
-log-probabilities need the logits of the step before: such a request keeps its batch from being launched ahead.
+(`Executor.launcher`). What that step computes for a sequence that has ended is dropped.
 
 A worker that pulls KV from the pool and streams KV out passes a `StepLink`. It is called on the thread that calls
 step(), and decides which pulled KV is verified; all other pulled KV is computed again.
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from moonpool.base.errors import Internal, MoonpoolError, NoSpace
 from moonpool.engine.launched import LaunchedStep, StepLauncher
-from moonpool.engine.sampler import Draw, SampledToken, SampleRow, sample, unusable_logits
+from moonpool.engine.sampler import HostAdjuster, LogitsAdjuster, SampledToken, SampleRow, sample, sampling_error
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FinishReason, FullBlock, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
@@ -128,6 +127,10 @@ class Engine:
         self.scheduler = scheduler
         self._runner = runner
         self._link = link
+        limits, launcher = scheduler.config, runner.launcher
+        self._adjuster: LogitsAdjuster = (
+            HostAdjuster(limits.max_num_seqs, limits.max_seq_tokens) if launcher is None else launcher.adjuster
+        )
         self._ahead: _AheadStep | None = None
         self.num_steps = 0  # passes of the model
 
@@ -229,36 +232,33 @@ class Engine:
         if ahead is not None:
             computed.launched = ahead.step
             rest = [chunk for chunk in chunks if not ahead.holds(chunk)]
-        elif launcher is not None and hooks is None and launcher.fits(chunks):
-            computed.launched, rest = launcher.launch(chunks, self._draws(chunks, 0)), []
+        elif launcher is not None and hooks is None:
+            rows = [self._row(chunk.request_id) for chunk in chunks]
+            if launcher.fits(chunks, rows):
+                computed.launched, rest = launcher.launch(chunks, rows), []
         if rest:
             computed.chunks, computed.logits = rest, self._runner.execute(rest, hooks)
         self._ahead = None
         if computed.launched is not None and not rest:
-            self._launch_ahead(chunks, computed.launched)
+            self._launch_ahead(computed.launched)
         return computed
 
-    def _launch_ahead(self, chunks: Sequence[Chunk], launched: LaunchedStep) -> None:
-        """Launch the next step behind `launched`, which computes all of `chunks`, unless a token has to be sampled from
-        its logits first."""
+    def _launch_ahead(self, launched: LaunchedStep) -> None:
+        """Launch the next step behind `launched`, which computes the whole step that is open."""
         launcher = self._runner.launcher
         assert launcher is not None, "a launcher has launched the step"
-        in_flight = [chunk.request_id for chunk in chunks if self.scheduler.is_in_flight(chunk.request_id)]
-        if all(self._row(name).is_simple for name in in_flight):
-            self.scheduler.settle_ahead()
-            following = self.scheduler.look_ahead()
-            if following and launcher.fits(following):
-                self._ahead = _AheadStep(launcher.launch(following, self._draws(following, 1), after=launched))
-
-    def _draws(self, chunks: Sequence[Chunk], num_ahead: int) -> list[Draw]:
-        return [self._row(chunk.request_id).draw(num_ahead) for chunk in chunks]
+        self.scheduler.settle_ahead()
+        following = self.scheduler.look_ahead()
+        rows = [self._row(chunk.request_id, num_ahead=1) for chunk in following]
+        if following and launcher.fits(following, rows):
+            self._ahead = _AheadStep(launcher.launch(following, rows, after=launched))
 
     def _drop_ahead(self) -> None:
         """Wait for the step that was launched ahead, if there is one; nothing uses it."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             try:
-                ahead.step.tokens()
+                ahead.step.outcomes()
             except RuntimeError as error:  # the GPU failed: the next step shows whether it can compute at all
                 _LOG.warning("a step that was launched ahead failed", exc_info=error)
         self.scheduler.settle_ahead()
@@ -278,16 +278,13 @@ class Engine:
         preempted meanwhile, and this step computes other chunks of them."""
         live = launched.rows.keys() - without
         rows = {name: launched.rows[name] for name in live if self.scheduler.is_in_flight(name)}
-        if not all(self._row(name).is_simple for name in rows):
-            self.scheduler.settle_ahead()
-            return self._sample_logits(list(launched.rows), launched.logits)
-        tokens = launched.tokens()
+        outcomes = launched.outcomes()
         if self._ahead is not None:
-            self._ahead.inputs = {name: tokens[row] for name, row in launched.rows.items()}
+            self._ahead.inputs = {name: outcomes[row].token for name, row in launched.rows.items()}
         else:
             self.scheduler.settle_ahead()
         return {
-            name: SampledToken(tokens[row]) if tokens[row] >= 0 else unusable_logits(self._row(name))
+            name: outcomes[row] if outcomes[row].token >= 0 else sampling_error(outcomes[row].token, self._row(name))
             for name, row in rows.items()
         }
 
@@ -299,7 +296,7 @@ class Engine:
         names = [wanting[i] for i in live]
         own = logits if len(live) == len(wanting) else logits[live]
         try:
-            picked = sample(own, [self._row(name) for name in names])
+            picked = sample(own, [self._row(name) for name in names], self._adjuster)
         except Exception as error:  # noqa: BLE001 - sampling one by one finds the request that caused it
             _LOG.warning("sampling for %d requests failed; now one by one", len(names), exc_info=error)
             picked = [self._sample_one(own[i : i + 1], name) for i, name in enumerate(names)]
@@ -307,18 +304,19 @@ class Engine:
 
     def _sample_one(self, logits: torch.Tensor, request_id: str) -> SampledToken | MoonpoolError:
         try:
-            return sample(logits, [self._row(request_id)])[0]
+            return sample(logits, [self._row(request_id)], self._adjuster)[0]
         except Exception as error:  # noqa: BLE001 - the request ends with it
             return Internal(f"sampling its next token raised {type(error).__name__}")
 
-    def _row(self, request_id: str) -> SampleRow:
+    def _row(self, request_id: str, num_ahead: int = 0) -> SampleRow:
         sequence = self.scheduler.get(request_id)
         assert sequence is not None, "a request in flight is known"
         return SampleRow(
             params=sequence.params,
             tokens=sequence.tokens,
             num_prompt_tokens=sequence.num_prompt_tokens,
-            barred=self.scheduler.barred_tokens(sequence),
+            barred=self.scheduler.barred_tokens(sequence, num_ahead),
+            num_ahead=num_ahead,
         )
 
     def generate(

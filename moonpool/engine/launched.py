@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from moonpool.engine.sequence import Chunk
 
 if TYPE_CHECKING:
-    import torch
-
-    from moonpool.engine.sampler import Draw
+    from moonpool.engine.sampler import LogitsAdjuster, SampledToken, SampleRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,8 @@ class LaunchedStep(Protocol):
     def rows(self) -> dict[str, int]:
         """The row of each request."""
 
-    @property
-    def logits(self) -> torch.Tensor:
-        """[rows, vocab]; the next launch overwrites them."""
-
-    def tokens(self) -> list[int]:
-        """Wait for the step; return each row's token, or -1 where the logits have no finite maximum."""
+    def outcomes(self) -> list[SampledToken]:
+        """Wait for the step; return what each row sampled. Its token is UNUSABLE or ALL_BARRED where there is none."""
 
 
 class StepLauncher(Protocol):
@@ -50,12 +44,18 @@ class StepLauncher(Protocol):
 
     on_prepare: Callable[[str], None]
 
-    def fits(self, chunks: Sequence[Chunk]) -> bool:
+    @property
+    def adjuster(self) -> LogitsAdjuster:
+        """Adjusts logits of other steps; it shares the counts of tokens with the launched ones."""
+
+    def fits(self, chunks: Sequence[Chunk], rows: Sequence[SampleRow]) -> bool:
         """Return whether this is a decode step that can be launched."""
 
-    def launch(self, chunks: Sequence[Chunk], draws: Sequence[Draw], after: LaunchedStep | None = None) -> LaunchedStep:
-        """Enqueue the step, which draws a token for each chunk. A chunk whose token is UNKNOWN_TOKEN takes it from its
-        row of `after`, the step that was launched last. At most two steps may be under way.
+    def launch(
+        self, chunks: Sequence[Chunk], rows: Sequence[SampleRow], after: LaunchedStep | None = None
+    ) -> LaunchedStep:
+        """Enqueue the step, which samples a token for each chunk as its row says. A chunk whose token is UNKNOWN_TOKEN
+        takes it from its row of `after`, the step that was launched last. At most two steps may be under way.
         """
 
     def warm_up(self, *, decodes: bool) -> None:

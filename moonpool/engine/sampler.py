@@ -3,7 +3,7 @@
 The uniform number of a draw is a hash of (seed, position), so a request that moves to another worker, or runs in
 another batch, draws the same tokens. Every step works row by row: neighbours and their order do not matter.
 
-Per row, in this order: barred tokens and penalties -> temperature -> min_p -> top_k -> top_p -> inverse CDF in
+Per row, in this order: penalties and barred tokens -> temperature -> min_p -> top_k -> top_p -> inverse CDF in
 vocabulary order. Tokens that tie with the last one that a filter keeps are kept too. Log-probabilities are those of the
 model's own distribution, before any of these.
 
@@ -16,57 +16,63 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from moonpool.base.errors import Internal, InvalidInput, MoonpoolError
+from moonpool.engine.penalties import CountSlots, Penalties, SeenTokens, count_tokens, fits_16_bits
 from moonpool.engine.sequence import SamplingParams
 
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-# Stronger penalties act as this one: they would not change the order of tokens, but may overflow.
-_STRONGEST = 1e30
 _LEAST_LOGPROB = -9999.0  # sent instead of minus infinity, which JSON cannot represent
+# In place of the token of a row that has none: its logits have no finite maximum, or every possible token is barred.
+UNUSABLE, ALL_BARRED = -1, -2
 
 
 class Draw(NamedTuple):
-    """A draw as numbers, for a sampler on a GPU. Temperature 0 takes the most likely token; top_k 0 means no top_k."""
+    """How a token is drawn, as numbers for a GPU. Temperature 0 takes the most likely token; top_k 0 means no top_k."""
 
     uniform: float
     temperature: float
     top_k: float
     top_p: float
     min_p: float
+    repetition: float
+    presence: float
+    frequency: float
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """The request behind one row of logits. `tokens` are prompt + output; the draw is for the next position."""
+    """The request behind one row of logits. `tokens` are prompt + output, without the `num_ahead` (0 or 1) sampled ones
+    that are not read yet; the draw is for the position behind them."""
 
     params: SamplingParams
     tokens: Sequence[int]
     num_prompt_tokens: int
     barred: frozenset[int] = frozenset()  # tokens that must not be sampled next
+    num_ahead: int = 0
 
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature < _TINY or self.params.top_k == 1
 
     @property
-    def is_simple(self) -> bool:
-        """Whether the outcome is a token drawn from the logits as they are, and nothing else."""
-        return not self.is_adjusted and self.params.logprobs is None
+    def position(self) -> int:
+        """The number of tokens before the one to be sampled."""
+        return len(self.tokens) + self.num_ahead
 
-    def draw(self, num_ahead: int) -> Draw:
-        """Return how the token after the next `num_ahead` tokens is drawn."""
-        params = self.params
+    def draw(self) -> Draw:
+        params, penalties = self.params, Penalties.of(self.params)
         if self.is_greedy:
-            return Draw(0.0, 0.0, 0.0, 1.0, 0.0)
-        u = uniform(params.seed, len(self.tokens) + num_ahead)
-        return Draw(u, min(params.temperature, _HUGE), float(params.top_k or 0), params.top_p, params.min_p)
+            return Draw(0.0, 0.0, 0.0, 1.0, 0.0, *penalties)
+        u, temperature = uniform(params.seed, self.position), min(params.temperature, _HUGE)
+        return Draw(u, temperature, float(params.top_k or 0), params.top_p, params.min_p, *penalties)
 
     @property
     def is_adjusted(self) -> bool:
@@ -87,81 +93,136 @@ def uniform(seed: int, position: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+class Adjusted(NamedTuple):
+    """Logits after penalties and bars, [rows, vocab], and the most likely token of each row as most_likely() says."""
+
+    logits: torch.Tensor
+    best: list[int]
+
+
+class LogitsAdjuster(Protocol):
+    """Applies penalties and barred tokens. It keeps the counts of the sequences that it has seen, so that a step adds
+    the newest tokens only."""
+
+    def adjusted(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> AbstractContextManager[Adjusted]:
+        """Return a context that gives the adjusted logits. Afterwards `logits` are what they were before.
+
+        What makes a row unusable, NaN or infinity, stays in it: no penalty and no bar hides it.
+        """
+
+
+class HostAdjuster:
+    """The LogitsAdjuster of the CPU, for at most `num_slots` rows at once."""
+
+    def __init__(self, num_slots: int, max_seq_tokens: int) -> None:
+        self._slots = CountSlots(num_slots)
+        self._wide = not fits_16_bits(max_seq_tokens)
+        self._seen: dict[int, SeenTokens] = {}
+
+    @contextmanager
+    def adjusted(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Iterator[Adjusted]:
+        # In place and back again: a copy of the logits alone would take as long as many penalties.
+        own = logits.float().contiguous()
+        values, before = own.numpy(), list[tuple[int, np.ndarray, np.ndarray]]()
+        try:
+            self._penalize(values, rows, before)
+            _bar(values, rows, before)
+            # NumPy's argmax takes a tenth of the time of torch's, whose rule for ties and NaN is the same.
+            yield Adjusted(own, values.argmax(axis=-1).tolist())
+        except BaseException:
+            self._slots.clear()
+            raise
+        finally:
+            for i, tokens, old in reversed(before):
+                values[i, tokens] = old
+
+    def _penalize(
+        self, values: np.ndarray, rows: Sequence[SampleRow], before: list[tuple[int, np.ndarray, np.ndarray]]
+    ) -> None:
+        penalized = [(i, row) for i, row in enumerate(rows) if row.params.penalizes]
+        places = self._slots.place([(row.tokens, row.num_prompt_tokens) for _, row in penalized])
+        for (i, row), place in zip(penalized, places, strict=True):
+            if place.is_new:
+                counts = count_tokens(row.tokens, row.num_prompt_tokens, values.shape[-1], wide=self._wide)
+                self._seen[place.slot] = SeenTokens(counts)
+            elif place.is_due:
+                self._seen[place.slot].add(row.tokens[-1])
+            with np.errstate(all="ignore"):
+                changed = self._seen[place.slot].penalize(values[i], Penalties.of(row.params))
+            before.extend((i, tokens, old) for tokens, old in changed)
+
+
+def _bar(values: np.ndarray, rows: Sequence[SampleRow], before: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
+    for i, row in enumerate(rows):
+        barred = np.array([t for t in row.barred if 0 <= t < values.shape[-1]], dtype=np.int64)
+        if len(barred):
+            old = values[i, barred]
+            values[i, barred] = np.where(np.isfinite(old), -np.inf, old)
+            before.append((i, barred, old))
+
+
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | MoonpoolError]:
-    """Return one outcome per row of `logits` [rows, vocab]: its token, or its error. `logits` is not changed."""
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampleRow], adjuster: LogitsAdjuster | None = None
+) -> list[SampledToken | MoonpoolError]:
+    """Return one outcome per row of `logits` [rows, vocab]: its token, or its error. `logits` are not changed.
+
+    Without an `adjuster`, which has counted the tokens of the step before, each row's tokens are counted now.
+    """
     assert logits.shape[0] == len(rows), "a row of logits per request"
-    adjusted = _adjust(logits, rows) if any(row.is_adjusted for row in rows) else logits
-    tokens, sound = _best(adjusted)
-    if adjusted is not logits:  # a barred token may hide a NaN
-        sound = [a and b for a, b in zip(sound, _best(logits)[1], strict=True)]
-    random = [i for i, row in enumerate(rows) if sound[i] and not row.is_greedy]
-    if random:
-        drawn = _draw(adjusted[random], [rows[i] for i in random])
-        for i, token in zip(random, drawn, strict=True):
-            tokens[i] = token
+    if not any(row.is_adjusted for row in rows):
+        tokens = _choose(Adjusted(logits, most_likely(logits)), rows)
+    else:
+        adjuster = adjuster or new_adjuster(logits, rows)
+        with adjuster.adjusted(logits, rows) as adjusted:
+            tokens = _choose(adjusted, rows)
     return [
-        _with_logprobs(logits[i], row, tokens[i]) if sound[i] else _row_error(logits[i], row)
-        for i, row in enumerate(rows)
+        _row_error(logits[i], row) if token is None else _with_logprobs(logits[i], row, token)
+        for i, (row, token) in enumerate(zip(rows, tokens, strict=True))
     ]
 
 
-def _best(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """Return each row's most likely token, the first one on ties, and whether the row has a finite maximum."""
-    best = logits.argmax(dim=-1, keepdim=True)  # the index of a NaN if there is one
-    return best.squeeze(-1).tolist(), logits.gather(-1, best).squeeze(-1).isfinite().tolist()
+def new_adjuster(logits: torch.Tensor, rows: Sequence[SampleRow]) -> LogitsAdjuster:
+    """Return an adjuster that has counted nothing yet, for rows of one step."""
+    longest = max(row.position for row in rows)
+    if not logits.is_cuda:
+        return HostAdjuster(len(rows), longest)
+    # Only here: triton is installed where there is a GPU.
+    from moonpool.engine.device_counts import DeviceCounts
+
+    return DeviceCounts(logits.device, logits.shape[-1], len(rows), longest)
+
+
+def most_likely(logits: torch.Tensor) -> list[int]:
+    """Return the most likely token of each row: the first one on ties, the first NaN if there is one."""
+    best: list[int] = logits.argmax(dim=-1).tolist()
+    return best
+
+
+def _choose(adjusted: Adjusted, rows: Sequence[SampleRow]) -> list[int | None]:
+    """Return the token of each row; None where the logits have no finite maximum."""
+    logits, tokens = adjusted.logits, list(adjusted.best)
+    best = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
+    sound: list[bool] = logits.gather(-1, best).squeeze(-1).isfinite().tolist()
+    random = [i for i, row in enumerate(rows) if sound[i] and not row.is_greedy]
+    if random:
+        drawn = _draw(logits[random], [rows[i] for i in random])
+        for i, token in zip(random, drawn, strict=True):
+            tokens[i] = token
+    return [token if is_sound else None for token, is_sound in zip(tokens, sound, strict=True)]
 
 
 def _row_error(logits: torch.Tensor, row: SampleRow) -> MoonpoolError:
     """Return why no token can be chosen from this row."""
-    if logits.max().isfinite():
+    return sampling_error(ALL_BARRED if logits.max().isfinite() else UNUSABLE, row)
+
+
+def sampling_error(reason: int, row: SampleRow) -> MoonpoolError:
+    """Return the error of a row without a token, for UNUSABLE or ALL_BARRED."""
+    if reason == ALL_BARRED:
         message = "min_tokens cannot be reached: every token of the vocabulary is a stop token"
         return InvalidInput(message, param="stop_token_ids")
-    return unusable_logits(row)
-
-
-def unusable_logits(row: SampleRow) -> MoonpoolError:
-    """Return the error of a row whose logits have no finite maximum."""
-    return Internal(f"the model computed no usable probabilities for token {len(row.tokens)} of this request")
-
-
-def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    adjusted = logits.clone()
-    for i, row in enumerate(rows):
-        if row.params.penalizes:
-            _penalize(adjusted[i], row)
-        if row.barred:
-            adjusted[i, [t for t in row.barred if 0 <= t < logits.shape[-1]]] = -torch.inf
-    return adjusted
-
-
-def _penalize(logits: torch.Tensor, row: SampleRow) -> None:
-    """Change logits in place. Repetition counts prompt and output, presence and frequency the output only."""
-    params = row.params
-    if params.repetition_penalty != 1.0:
-        factor = min(max(params.repetition_penalty, 1 / _STRONGEST), _STRONGEST)
-        seen = _index(set(row.tokens), logits)
-        values = logits[seen]
-        logits[seen] = _bounded(torch.where(values > 0, values / factor, values * factor), values)
-    counts = Counter(row.tokens[row.num_prompt_tokens :])
-    if counts and (params.frequency_penalty or params.presence_penalty):
-        times = torch.tensor([counts[t] for t in sorted(counts)], dtype=logits.dtype, device=logits.device)
-        frequency, presence = (
-            min(max(penalty, -_STRONGEST), _STRONGEST)
-            for penalty in (params.frequency_penalty, params.presence_penalty)
-        )
-        seen = _index(counts, logits)
-        values = logits[seen]
-        logits[seen] = _bounded(values - (frequency * times + presence), values)
-
-
-def _bounded(penalized: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Return the logits with overflows made finite. NaN stays NaN; a token that the model excluded stays excluded."""
-    return penalized.clamp(-_HUGE, _HUGE).masked_fill_(before == -torch.inf, -torch.inf)
-
-
-def _index(tokens: set[int] | Counter[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(sorted(tokens), dtype=torch.long, device=like.device)
+    return Internal(f"the model computed no usable probabilities for token {row.position} of this request")
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -220,7 +281,12 @@ def _thresholds(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torc
 def _with_logprobs(logits: torch.Tensor, row: SampleRow, token: int) -> SampledToken:
     if row.params.logprobs is None:
         return SampledToken(token)
-    logprobs = logits.float().log_softmax(dim=-1).clamp_(min=_LEAST_LOGPROB)
+    logprobs = log_probabilities(logits)
     best = logprobs.topk(min(row.params.logprobs, logprobs.shape[-1]))
     top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return SampledToken(token, logprobs[token].item(), top)
+
+
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities that clients see, for logits [..., vocab]."""
+    return logits.float().log_softmax(dim=-1).clamp_(min=_LEAST_LOGPROB)

@@ -418,9 +418,10 @@ class Scheduler:
             return False
         return token in params.stop_token_ids or (not params.ignore_eos and token in self.config.eos_token_ids)
 
-    def barred_tokens(self, sequence: Sequence) -> frozenset[int]:
-        """Return the tokens that must not be sampled next: those that would end the sequence before its min_tokens."""
-        if sequence.num_output_tokens >= sequence.params.min_tokens:
+    def barred_tokens(self, sequence: Sequence, num_ahead: int = 0) -> frozenset[int]:
+        """Return the tokens that must not be sampled after the next `num_ahead`: those that would end the sequence
+        before its min_tokens."""
+        if sequence.num_output_tokens + num_ahead >= sequence.params.min_tokens:
             return frozenset()
         own = frozenset(sequence.params.stop_token_ids)
         return own if sequence.params.ignore_eos else own | self.config.eos_token_ids

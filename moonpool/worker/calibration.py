@@ -9,8 +9,8 @@ from typing import Protocol
 from moonpool.base.clock import Clock, SystemClock, ThreadClock
 from moonpool.base.cluster import DecodeSample, PrefillSample
 from moonpool.engine.runner import Runner
-from moonpool.engine.sampler import Draw
-from moonpool.engine.sequence import Chunk
+from moonpool.engine.sampler import SampleRow
+from moonpool.engine.sequence import Chunk, SamplingParams
 from moonpool.worker.build import Built
 from moonpool.worker.config import WorkerConfig
 from moonpool.worker.metrics import Samples
@@ -28,7 +28,7 @@ _DECODES = (
 
 
 _PREPARING_RATIO = 2.0  # a first run that takes so many times what was expected has prepared kernels
-_MOST_LIKELY = Draw(uniform=0.0, temperature=0.0, top_k=0.0, top_p=1.0, min_p=0.0)
+_GREEDY = SampleRow(SamplingParams(max_tokens=1, temperature=0.0), tokens=(0,), num_prompt_tokens=1)
 
 
 class Compute(Protocol):
@@ -39,8 +39,9 @@ class Compute(Protocol):
 
 def compute(runner: Runner, chunks: list[Chunk]) -> None:
     """Run the chunks as the engine would, and wait for the device."""
-    if runner.launcher is not None and runner.launcher.fits(chunks):
-        runner.launcher.launch(chunks, [_MOST_LIKELY] * len(chunks)).tokens()
+    rows = [_GREEDY] * len(chunks)
+    if runner.launcher is not None and runner.launcher.fits(chunks, rows):
+        runner.launcher.launch(chunks, rows).outcomes()
     else:
         runner.execute(chunks, None)
         runner.synchronize()

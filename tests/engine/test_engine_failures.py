@@ -12,7 +12,7 @@ from moonpool.engine import engine as engine_module
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.engine import Engine, StepFailure
 from moonpool.engine.runner import LayerHooks
-from moonpool.engine.sampler import SampleRow, sample
+from moonpool.engine.sampler import LogitsAdjuster, SampleRow, sample
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import Chunk, SamplingParams
 
@@ -84,10 +84,10 @@ def test_nan_in_one_row_ends_that_request_alone() -> None:
 
 
 def test_a_row_that_raises_while_sampling_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sampling(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[object]:
+    def sampling(logits: torch.Tensor, rows: Sequence[SampleRow], adjuster: LogitsAdjuster) -> list[object]:
         if any(row.params.seed == 666 for row in rows):
             raise ZeroDivisionError("never seen before")
-        return list(sample(logits, rows))
+        return list(sample(logits, rows, adjuster))
 
     monkeypatch.setattr(engine_module, "sample", sampling)
     bench = Bench("a", "b")

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from random_model import small_model, token_prompt
+from severe import check_tokens
 
 from moonpool.engine.config import EngineConfig
+from moonpool.engine.engine import Engine, GenerationResult
+from moonpool.engine.launched import LaunchedStep
 from moonpool.engine.load import load_engine
 from moonpool.engine.model_files import read_config, resolve
-from moonpool.engine.sequence import SamplingParams
+from moonpool.engine.sampler import SampleRow
+from moonpool.engine.sequence import Chunk, SamplingParams
 from moonpool.engine.weights import random_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -42,3 +48,69 @@ def test_twenty_prompts_of_1_to_1500_tokens(tmp_path: Path) -> None:
     on_cpu = answers(folder, "cpu", prompts)
     assert answers(folder, "cuda:0", prompts) == on_cpu  # all at once
     assert [answers(folder, "cuda", [prompt])[0] for prompt in prompts[:3]] == on_cpu[:3]  # and alone
+
+
+# What decode graphs do beside drawing a token.
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.6, "frequency_penalty": 0.3},
+    {"repetition_penalty": 1.1, "frequency_penalty": -0.4, "logprobs": 3},
+    {"logprobs": 0},
+    {"min_tokens": 20, "stop_token_ids": tuple(range(16)), "ignore_eos": False},
+]
+
+
+def engine_of(folder: Path, device: str, num_pages: int) -> Engine:
+    config = EngineConfig(
+        num_pages=num_pages, block_tokens=64, max_batch_tokens=512, max_model_len=1024, device=cast(Any, device)
+    )
+    return load_engine(str(folder), config, random_weights=True)
+
+
+def answers_to_all(engine: Engine) -> list[GenerationResult]:
+    prompts = [token_prompt(60 + 11 * n, n) for n in range(12)]
+    base = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    return engine.generate(prompts, [SamplingParams(**{**base, **ASKED[n % len(ASKED)]}) for n in range(12)])
+
+
+@pytest.mark.parametrize("num_pages", [1024, 24], ids=["all at once", "with preemption"])
+def test_penalties_bars_and_logprobs_are_those_of_the_cpu(
+    tmp_path: Path, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = small_model(tmp_path / "small")
+    here = answers_to_all(engine_of(folder, "cpu", num_pages))
+    engine, num_ahead = engine_of(folder, "cuda:0", num_pages), [0]
+    launcher = engine._runner.launcher
+    assert launcher is not None
+    launch = launcher.launch
+
+    def counted(chunks: Sequence[Chunk], rows: Sequence[SampleRow], after: Any = None) -> LaunchedStep:
+        num_ahead[0] += after is not None
+        return launch(chunks, rows, after)
+
+    monkeypatch.setattr(launcher, "launch", counted)
+    there = answers_to_all(engine)
+    if num_pages == 24:
+        assert engine.scheduler.num_preemptions > 0
+    else:
+        assert num_ahead[0] >= 25, "most steps are launched ahead"
+    for own, cpu, gpu in zip(ASKED * 2, here, there, strict=True):
+        check_tokens(gpu.tokens, cpu.tokens, str(own))
+        for ours, wanted in zip(gpu.sampled, cpu.sampled, strict=True):
+            assert (ours.logprob is None) == (wanted.logprob is None)
+            found, expected = ([each.logprob, *dict(each.top_logprobs).values()] for each in (ours, wanted))
+            assert found == pytest.approx(expected, abs=2e-3)
+
+
+def test_a_graph_samples_the_next_best_token_where_the_best_one_is_barred(tmp_path: Path) -> None:
+    folder = small_model(tmp_path / "small")
+    graphs = engine_of(folder, "cuda:0", 16)._runner.launcher
+    assert graphs is not None
+    chunk, params = Chunk("r", 0, (5,), (0,), True), SamplingParams(max_tokens=4, temperature=0.0, logprobs=2)
+    (usual,) = graphs.launch([chunk], [SampleRow(params, [5], 1)]).outcomes()
+    best = frozenset({usual.token})
+    (second,) = graphs.launch([chunk], [SampleRow(params, [5], 1, best)]).outcomes()
+    assert second.token == usual.top_logprobs[1][0]
+    assert second.top_logprobs == usual.top_logprobs

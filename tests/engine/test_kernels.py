@@ -17,9 +17,11 @@ pytest.importorskip("triton", reason="triton comes with torch's CUDA builds", ex
 
 from moonpool.engine.config import ModelConfig  # noqa: E402
 from moonpool.engine.cuda_ops import CudaOps  # noqa: E402
+from moonpool.engine.device_counts import DeviceCounts  # noqa: E402
 from moonpool.engine.kernels.attention import Tiles, attend_tiles, join_parts  # noqa: E402
 from moonpool.engine.kernels.gemv import gemv  # noqa: E402
 from moonpool.engine.kernels.host_memory import deliver, fetch  # noqa: E402
+from moonpool.engine.kernels.penalties import bar_tokens  # noqa: E402
 from moonpool.engine.kernels.pointwise import add_norm, rotate_and_write, silu_mul  # noqa: E402
 from moonpool.engine.kernels.sampling import draw_tokens  # noqa: E402
 from moonpool.engine.kv_memory import KvLayout  # noqa: E402
@@ -27,7 +29,7 @@ from moonpool.engine.kv_tensor import KvMemory  # noqa: E402
 from moonpool.engine.llama import LlamaModel  # noqa: E402
 from moonpool.engine.ops import LayerOps, TorchOps, rotate  # noqa: E402
 from moonpool.engine.runner import Runner  # noqa: E402
-from moonpool.engine.sampler import SampledToken, SampleRow, sample  # noqa: E402
+from moonpool.engine.sampler import HostAdjuster, SampledToken, SampleRow, sample  # noqa: E402
 from moonpool.engine.sequence import Chunk, SamplingParams  # noqa: E402
 from moonpool.engine.weights import random_weights  # noqa: E402
 
@@ -202,7 +204,7 @@ def drawn(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int]
     """Tokens drawn by the kernel and by the host's sampler."""
     rows = [SampleRow(each, tokens=[1] * (3 + at), num_prompt_tokens=1) for at, each in enumerate(params)]
     on_host = [each.token for each in sample(logits, rows) if isinstance(each, SampledToken)]
-    draws = torch.tensor([row.draw(0) for row in rows], dtype=torch.float64, device=DEVICE)
+    draws = torch.tensor([row.draw() for row in rows], dtype=torch.float64, device=DEVICE)
     best = logits.argmax(-1).int()
     draw_tokens(logits, draws, best)
     return best.tolist(), on_host
@@ -233,10 +235,58 @@ def test_excluded_tokens_and_unusable_rows_are_never_drawn() -> None:
     logits = torch.full((40, 70), float("-inf"), device=DEVICE)
     logits[:, 66] = -4.0
     logits[39] = float("nan")
-    draws = torch.tensor([[at / 40, 1e30, 0, 1.0, 0.0] for at in range(40)], dtype=torch.float64, device=DEVICE)
+    fields = [[at / 40, 1e30, 0, 1.0, 0.0, 1.0, 0.0, 0.0] for at in range(40)]
+    draws = torch.tensor(fields, dtype=torch.float64, device=DEVICE)
     best = torch.tensor([66] * 39 + [-1], dtype=torch.int32, device=DEVICE)
     draw_tokens(logits, draws, best)
     assert best.tolist() == [66] * 39 + [-1]
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.05},
+    {},
+    {"repetition_penalty": 0.7, "presence_penalty": 0.3, "frequency_penalty": 0.07},
+    {"frequency_penalty": -1.3},
+    {"repetition_penalty": 1e30, "presence_penalty": -1e30},
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of an overflow, in Triton's interpreter
+@pytest.mark.parametrize("max_seq_tokens", [32_768, 32_769], ids=["int16", "int32"])
+def test_penalties_are_those_of_the_host_to_the_last_bit(max_seq_tokens: int) -> None:
+    """Over several steps: sequences grow, come back, and are more than there are slots."""
+    vocab, generator = 3001, torch.Generator().manual_seed(11)
+    ours = DeviceCounts(torch.device(DEVICE), vocab, 3, max_seq_tokens)
+    host = HostAdjuster(3, max_seq_tokens)
+    histories = [torch.randint(vocab, (40 + 9 * n,), generator=generator).tolist() for n in range(5)]
+    for step, batch in enumerate([(0, 1, 2), (0, 2), (0, 1, 2), (3, 4, 0), (2, 3), (3, 2), (4,)]):
+        logits = torch.randn(len(batch), vocab, generator=generator) * 5
+        logits[0, 5:9] = torch.tensor([float("-inf"), 3.4e38, -3.4e38, 0.0])
+        if step == 2:
+            logits[1, 700], logits[2, 3000] = float("nan"), float("inf")
+        rows = [
+            SampleRow(SamplingParams(max_tokens=9, **PENALTIES[n]), histories[n], 20, frozenset({n, 77, vocab + 5}))
+            for n in batch
+        ]
+        with host.adjusted(logits, rows) as adjusted:
+            wanted, best = adjusted.logits.clone(), adjusted.best
+        with ours.adjusted(logits.to(DEVICE), rows) as adjusted:
+            torch.testing.assert_close(adjusted.logits.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+            assert adjusted.best == best
+        for n in batch:
+            histories[n].append(int(torch.randint(vocab, (1,), generator=generator)))
+
+
+def test_barring_tells_whether_it_hid_a_possible_token() -> None:
+    logits = torch.full((4, 50), float("-inf"), device=DEVICE)
+    logits[0, 3] = logits[1, 4] = logits[2, 3] = 1.0
+    logits[2, 9] = float("nan")
+    barred, hidden = int32([[3, 7, 0, 0], [3, 7, 0, 0], [9, 9, 0, 0], [3, 0, 0, 0]]), int32([5, 5, 5, 5])
+    bar_tokens(logits, barred, int32([2, 2, 2, 0]), hidden)
+    assert hidden.tolist() == [1, 0, 0, 0]
+    assert logits[0].max() == float("-inf")
+    assert logits[1, 4] == 1.0
+    assert logits[2].max().isnan()
 
 
 def test_kv_in_8_bits_is_near_to_kv_in_the_models_type() -> None:

@@ -1,15 +1,17 @@
 """An engine that launches decode steps ahead gives the tokens of one that does not, whatever ends or arrives meanwhile.
 
-The launcher here keeps "device" tokens per row as decode_graphs.py does, computes a step only when it is read or when
-the one behind it is read, and fails the test if a step uses a page that another sequence owns.
+The launcher here keeps "device" tokens per row and counts per slot as decode_graphs.py does, computes a step only when
+it is read or when the one behind it is read, and fails the test if a step uses a page that another sequence owns, or
+counts that are not those of its sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,8 @@ from moonpool.base.errors import MoonpoolError
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.engine import Engine, Executor, StepFailure
 from moonpool.engine.llama import LayerHooks
-from moonpool.engine.sampler import Draw
+from moonpool.engine.penalties import Counts, CountSlots, count_tokens
+from moonpool.engine.sampler import ALL_BARRED, HostAdjuster, SampledToken, SampleRow, sample
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import UNKNOWN_TOKEN, Chunk, SamplingParams
 
@@ -56,48 +59,66 @@ class Memory:
 
 class FakeLaunched:
     def __init__(
-        self, launcher: FakeLauncher, chunks: Sequence[Chunk], draws: Sequence[Draw], after: FakeLaunched | None
+        self, launcher: FakeLauncher, chunks: Sequence[Chunk], rows: Sequence[SampleRow], after: FakeLaunched | None
     ) -> None:
-        self._draws = draws
-        self._pairs: list[list[int]] = []
         self.chunks, self.rows = chunks, {chunk.request_id: row for row, chunk in enumerate(chunks)}
         self._launcher, self._after = launcher, after
-        self._best: list[int] | None = None
+        self._outcomes: list[SampledToken] | None = None
+        self._asked = [replace(row, tokens=[*row.tokens], num_ahead=0) for row in rows]  # sequences grow meanwhile
+        penalized = [number for number, row in enumerate(rows) if row.params.penalizes]
+        sequences = [(rows[number].tokens, rows[number].num_prompt_tokens) for number in penalized]
+        places = launcher.slots.place(sequences, rows[0].num_ahead)
+        self._places = dict(zip(penalized, places, strict=True))
 
-    @property
-    def logits(self) -> torch.Tensor:
-        self.tokens()
-        return logits_of(self._pairs)
-
-    def tokens(self) -> list[int]:
-        if self._best is None:
-            best = []
-            for chunk, draw in zip(self.chunks, self._draws, strict=True):
-                (token,) = chunk.tokens
-                if token == UNKNOWN_TOKEN:
-                    assert self._after is not None
-                    token = self._after.tokens()[self._after.rows[chunk.request_id]]
-                self._launcher.memory.write(chunk, [token])
-                self._pairs.append(next_tokens(token, chunk.start))
-                best.append(self._pairs[-1][1 if draw.temperature > 0 and draw.uniform >= 0.5 else 0])
-            self._best = best
+    def outcomes(self) -> list[SampledToken]:
+        if self._outcomes is None:
+            self._outcomes = [self._compute(number, chunk) for number, chunk in enumerate(self.chunks)]
             self._after = None
             self._launcher.num_pending -= 1
-        return self._best
+        return self._outcomes
+
+    def _compute(self, number: int, chunk: Chunk) -> SampledToken:
+        (token,), row = chunk.tokens, self._asked[number]
+        known = [*row.tokens]
+        if token == UNKNOWN_TOKEN:
+            assert self._after is not None
+            token = self._after.outcomes()[self._after.rows[chunk.request_id]].token
+            row = replace(row, tokens=[*known, token])
+        if token < 0:  # the sequence ends with an error
+            return SampledToken(token)
+        self._launcher.memory.write(chunk, [token])
+        self._check_counts(number, known, row, token)
+        (outcome,) = sample(logits_of([next_tokens(token, chunk.start)]), [row])
+        return outcome if isinstance(outcome, SampledToken) else SampledToken(ALL_BARRED)
+
+    def _check_counts(self, number: int, known: Sequence[int], row: SampleRow, token: int) -> None:
+        """Count as the GPU does; the counts are then those of all tokens."""
+        place, counts = self._places.get(number), self._launcher.counts
+        if place is not None:
+            if place.is_new:
+                counts[place.slot] = count_tokens(known, row.num_prompt_tokens, VOCAB, wide=False)
+            if place.is_due:
+                counts[place.slot][token] += -1 if counts[place.slot][token] < 0 else 1
+            wanted = count_tokens(row.tokens, row.num_prompt_tokens, VOCAB, wide=False)
+            assert counts[place.slot].tolist() == wanted.tolist()
 
 
 class FakeLauncher:
     def __init__(self, memory: Memory) -> None:
         self.memory, self.num_pending, self.num_ahead = memory, 0, 0
+        self.slots, self.counts = CountSlots(4), dict[int, Counts]()
+        self.adjuster = HostAdjuster(4, 40)
 
-    def fits(self, chunks: Sequence[Chunk]) -> bool:
+    def fits(self, chunks: Sequence[Chunk], rows: Sequence[SampleRow]) -> bool:
         return all(len(chunk.tokens) == 1 and chunk.wants_logits for chunk in chunks)
 
-    def launch(self, chunks: Sequence[Chunk], draws: Sequence[Draw], after: FakeLaunched | None = None) -> FakeLaunched:
+    def launch(
+        self, chunks: Sequence[Chunk], rows: Sequence[SampleRow], after: FakeLaunched | None = None
+    ) -> FakeLaunched:
         self.num_pending += 1
         self.num_ahead += after is not None
         assert self.num_pending <= 2, "at most two steps are under way"
-        return FakeLaunched(self, chunks, draws, after)
+        return FakeLaunched(self, chunks, rows, after)
 
     def warm_up(self, *, decodes: bool) -> None:
         pass
@@ -144,9 +165,12 @@ class Bench:
         assert self.engine.scheduler.pages.num_available == self.engine.scheduler.pages.num_pages
 
 
-def greedy(max_tokens: int, *, logprobs: bool = False, min_tokens: int = 0, seed: int | None = None) -> SamplingParams:
+def greedy(
+    max_tokens: int, *, logprobs: bool = False, min_tokens: int = 0, seed: int | None = None, **penalties: float
+) -> SamplingParams:
     """Greedy, or drawn with a seed."""
     return SamplingParams(
+        **cast(dict[str, Any], penalties),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=0 if seed is None else 1,
@@ -162,16 +186,29 @@ def answer(prompt: Sequence[int], params: SamplingParams) -> list[int]:
     return bench.tokens["alone"]
 
 
-def test_most_steps_are_launched_ahead() -> None:
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.4, "frequency_penalty": 0.2},
+        {"logprobs": True},
+        {"min_tokens": 18},
+    ],
+    ids=str,
+)
+def test_most_steps_are_launched_ahead(own: dict[str, Any]) -> None:
+    """Whatever one of the requests wants beside a token."""
     bench = Bench(ahead=True)
+    each = [greedy(20, **(own if n == 1 else {})) for n in range(3)]
     for n in range(3):
-        bench.add(f"r{n}", [n + 1, n + 2], greedy(20))
+        bench.add(f"r{n}", [n + 1, n + 2], each[n])
     bench.finish()
     assert bench.launcher is not None
     assert bench.launcher.num_ahead >= 15
     assert bench.launcher.num_pending == 0
     for n in range(3):
-        assert bench.tokens[f"r{n}"] == answer([n + 1, n + 2], greedy(20))
+        assert bench.tokens[f"r{n}"] == answer([n + 1, n + 2], each[n])
 
 
 def test_pages_of_a_cancelled_request_stay_until_the_launched_step_is_over() -> None:
@@ -194,6 +231,7 @@ request = st.tuples(
     st.booleans(),
     st.integers(0, 3),
     st.none() | st.integers(0, 1000),
+    st.sampled_from([{}, {}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.4, "frequency_penalty": -0.3}]),
 )
 events = st.lists(st.one_of(request, st.integers(0, 9), st.just("step"), st.just("step")), max_size=40)
 
@@ -206,9 +244,9 @@ def test_tokens_are_those_without_launching_ahead(script: list[object], num_page
     cancelled: set[str] = set()
     for event in script:
         if isinstance(event, tuple):
-            prompt, max_tokens, logprobs, min_tokens, seed = event
+            prompt, max_tokens, logprobs, min_tokens, seed, own = event
             name = f"r{len(asked)}"
-            params = greedy(max_tokens, logprobs=logprobs, min_tokens=min(min_tokens, max_tokens), seed=seed)
+            params = greedy(max_tokens, logprobs=logprobs, min_tokens=min(min_tokens, max_tokens), seed=seed, **own)
             asked[name] = (prompt, params)
             bench.add(name, prompt, params)
         elif isinstance(event, int):

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-DRAW_FIELDS = 5  # uniform number, temperature (0: no draw), top_k (0: none), top_p, min_p
+# Uniform number, temperature (0: no draw), top_k (0: none), top_p, min_p; penalties: repetition, presence, frequency.
+DRAW_FIELDS = 8
 _ONE_BITS = 0x3F800000
 
 
