@@ -245,7 +245,7 @@ class DecodeGraphs:
 
     def _step(self, size: int) -> torch.Tensor:
         most = self._most
-        given, sources, lengths, slots, due, num_barred = (
+        given, sources, lengths, places, due, num_barred = (
             self._inputs[n * most : n * most + size] for n in range(_COLUMNS)
         )
         tables = self._inputs[_COLUMNS * most :].view(most, self._width)
@@ -259,10 +259,10 @@ class DecodeGraphs:
         attention = PagedAttention(self._ops.kv, [tiles], (), (), size)
         step = Step(tokens=tokens, positions=positions, write_index=slots, attention=attention)
         found = self._model.forward(step, self._ops)
-        logits, hidden = found.to(torch.float32, copy=True), torch.empty_like(slots)
+        logits, hidden = found.to(torch.float32, copy=True), torch.empty_like(num_barred)
         counts = self.adjuster
         penalize(
-            logits, tokens, slots, due, self._draws, counts.address, row_counts=counts.row_counts, wide=counts.wide
+            logits, tokens, places, due, self._draws, counts.address, row_counts=counts.row_counts, wide=counts.wide
         )
         bar_tokens(logits, self._barred, num_barred, hidden)
         best = logits.argmax(dim=-1, keepdim=True)  # the index of a NaN if there is one

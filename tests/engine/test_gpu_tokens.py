@@ -114,3 +114,20 @@ def test_a_graph_samples_the_next_best_token_where_the_best_one_is_barred(tmp_pa
     (second,) = graphs.launch([chunk], [SampleRow(params, [5], 1, best)]).outcomes()
     assert second.token == usual.top_logprobs[1][0]
     assert second.top_logprobs == usual.top_logprobs
+
+
+def test_a_graph_of_more_rows_than_the_batch_and_counts_that_come_after_its_capture(tmp_path: Path) -> None:
+    """Seven requests in a graph of eight: first without penalties, then with one that is penalized, then without."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = small_model(tmp_path / "small")
+    prompts = [token_prompt(30 + 7 * n, n) for n in range(7)]
+    plain = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    penalized = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, repetition_penalty=1.3)
+    rounds = [[plain] * 7, [plain] * 3 + [penalized] + [plain] * 3, [plain] * 7]
+    on_cpu, on_gpu = (engine_of(folder, device, 256) for device in ("cpu", "cuda:0"))
+    assert on_gpu._runner.launcher is not None
+    on_gpu._runner.launcher.warm_up(decodes=True)
+    for number, params in enumerate(rounds):
+        wanted, found = (engine.generate(prompts, params) for engine in (on_cpu, on_gpu))
+        for n in range(7):
+            check_tokens(found[n].tokens, wanted[n].tokens, f"round {number}, request {n}")
