@@ -17,7 +17,7 @@ import torch
 from _random_model import write_model
 
 from moonpool.engine.config import EngineConfig, ModelConfig
-from moonpool.engine.engine import Engine, StepFailure
+from moonpool.engine.engine import Engine, StepFailure, StepLink
 from moonpool.engine.load import load_runner, make_scheduler
 from moonpool.engine.model_files import read_config, resolve
 from moonpool.engine.sequence import SamplingParams
@@ -75,7 +75,14 @@ def decode_nbytes(num_seqs: int, context: float) -> float:
     return 2 * (NUM_PARAMETERS - _EMBEDDING) + num_seqs * context * TOKEN_NBYTES
 
 
-def make_engine(num_pages: int, max_num_seqs: int = 64, shape: str = "8b") -> Engine:
+def make_engine(
+    num_pages: int,
+    max_num_seqs: int = 64,
+    shape: str = "8b",
+    *,
+    step_tokens: int = CHUNK,
+    link: StepLink | None = None,
+) -> Engine:
     """Return an engine with random weights of a shape of _random_model.py, warmed up; its memory is free again when the
     last reference is gone."""
     gc.collect()
@@ -83,7 +90,7 @@ def make_engine(num_pages: int, max_num_seqs: int = 64, shape: str = "8b") -> En
     config = EngineConfig(
         num_pages=num_pages,
         block_tokens=BLOCK_TOKENS,
-        max_batch_tokens=CHUNK,
+        max_batch_tokens=step_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_LEN,
         dtype="bfloat16",
@@ -94,7 +101,7 @@ def make_engine(num_pages: int, max_num_seqs: int = 64, shape: str = "8b") -> En
         model = read_config(files)
         runner = load_runner(files, model, config)
     runner.warm_up()
-    return Engine(make_scheduler(model, config), runner)
+    return Engine(make_scheduler(model, config), runner, link)
 
 
 def release() -> None:

@@ -57,6 +57,7 @@ def note_events(path: str) -> None:
     from moonpool.worker.decode import DecodeRole
     from moonpool.worker.messages import Prefill, PrefillItem
     from moonpool.worker.prefill import PrefillRole
+    from moonpool.worker.roles import BothRoles
 
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
@@ -84,7 +85,14 @@ def note_events(path: str) -> None:
     before(PrefillRole, "_finish", "ended", lambda out, prompt: [out.request_id])
     before(DecodeRole, "commit_handoff", "commit", lambda call: [_name(call)])
     before(DecodeRole, "_adopt", "adopted", lambda incoming, call: [_name(call)])
-    before(DecodeRole, "begin_step", "step", lambda chunks, *_: [chunk.request_id for chunk in chunks])
+    begin_step = BothRoles.begin_step
+
+    def begun(roles: BothRoles, chunks: Any, admitted: Any) -> Any:
+        if not any(roles._prefill.has(chunk.request_id) for chunk in chunks):
+            note("step", [chunk.request_id for chunk in chunks])
+        return begin_step(roles, chunks, admitted)
+
+    BothRoles.begin_step = begun  # type: ignore[method-assign, assignment]
 
 
 def _name(request: Any) -> str:

@@ -33,6 +33,7 @@ from moonpool.engine.launched import BatchLimits, LaunchedStep
 from moonpool.engine.llama import LlamaModel, Step
 from moonpool.engine.sampler import ALL_BARRED, UNUSABLE, SampledToken, SampleRow, log_probabilities
 from moonpool.engine.sequence import UNKNOWN_TOKEN, Chunk, pages_for
+from moonpool.engine.step_times import timed_event
 
 _ALIGN = 16
 _COLUMNS = 6  # of a step's input, beside the block tables
@@ -66,10 +67,11 @@ class Launched:
     rows: dict[str, int]
     best: torch.Tensor  # the token of each row, page-locked
     logprobs: _Logprobs | None
-    done: torch.cuda.Event
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
 
     def outcomes(self) -> list[SampledToken]:
-        self.done.synchronize()
+        self.ended.synchronize()
         tokens, logprobs = self.best[: len(self.chunks)].tolist(), self.logprobs
         if logprobs is None:
             return [SampledToken(token) for token in tokens]
@@ -147,6 +149,7 @@ class DecodeGraphs:
         try:
             with torch.cuda.stream(self._stream):
                 graph = self._graph(size)
+                began = timed_event(self._stream)
                 self._fill(self._staged[turn].numpy(), self._known[turn], chunks, size, after)
                 self._fill_rows(turn, rows, size)
                 used = self._most * _COLUMNS + size * self._width
@@ -155,13 +158,12 @@ class DecodeGraphs:
                 graph.graph.replay()
                 deliver(self._best, self._outputs[turn])
                 logprobs = self._log_probabilities(graph.logits, rows)
-                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                done.record()
+                ended = timed_event(self._stream)
         except BaseException:
             self.adjuster.clear()
             raise
         numbers = {chunk.request_id: row for row, chunk in enumerate(chunks)}
-        return Launched(chunks, numbers, self._outputs[turn], logprobs, done)
+        return Launched(chunks, numbers, self._outputs[turn], logprobs, began, ended)
 
     def _fill_rows(self, turn: int, rows: Sequence[SampleRow], size: int) -> None:
         """Stage how the rows are sampled; on the step's stream."""

@@ -20,7 +20,7 @@ step(), and decides which pulled KV is verified; all other pulled KV is computed
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,6 +30,7 @@ from moonpool.engine.sampler import HostAdjuster, LogitsAdjuster, SampledToken, 
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FinishReason, FullBlock, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
+from moonpool.engine.step_times import StepTime, StepTimes
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,10 @@ class Executor(Protocol):
     def launcher(self) -> StepLauncher | None:
         """Launches decode steps without waiting for them; None on the CPU."""
 
+    @property
+    def times(self) -> StepTimes:
+        """Measures the steps of the engine, by marks of the device."""
+
     def execute(self, chunks: Sequence[Chunk], hooks: LayerHooks | None) -> torch.Tensor:
         """Write the KV of all chunks; return logits [chunks that want them, vocab], in order."""
 
@@ -64,6 +69,9 @@ class StepLink(Protocol):
 
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:
         """After the step: its full blocks. To copy a block later, hold its page (PageManager.hold)."""
+
+    def computed(self, time: StepTime) -> None:
+        """How long a step took: this one if its tokens were read, on a GPU otherwise a later one's call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,7 @@ class Engine:
         self.scheduler = scheduler
         self._runner = runner
         self._link = link
+        self._times = runner.times
         limits, launcher = scheduler.config, runner.launcher
         self._adjuster: LogitsAdjuster = (
             HostAdjuster(limits.max_num_seqs, limits.max_seq_tokens) if launcher is None else launcher.adjuster
@@ -155,13 +164,18 @@ class Engine:
         """
         chunks = self.scheduler.schedule()
         if not chunks:
+            self._times.rest()
             self._drop_ahead()
             return []
         self.num_steps += 1
         try:
-            outcomes = self._sample(self._execute(chunks))
+            self._times.begin(chunks, self._ahead.step.began if self._ahead is not None else None)
+            computed = self._execute(chunks)
+            outcomes = self._sample(computed)
+            self._end_time(computed, outcomes.keys())
         except Exception as error:  # noqa: BLE001 - the next steps find the request that caused it
             self.scheduler.abandon_step()
+            self._times.rest()
             self._drop_ahead()
             _LOG.warning("a step of %d requests failed", len(chunks), exc_info=error)
             return self._step_failed(chunks, error)
@@ -173,10 +187,23 @@ class Engine:
         result = self.scheduler.complete({name: token.token for name, token in sampled.items()})
         if self._link is not None:
             self._link.completed(result.full_blocks)
+            for time in self._times.drain():
+                self._link.computed(time)
+        if not self.scheduler.has_work():
+            self._times.rest()
         return failures + [
             StepOutput(a.request_id, sampled[a.request_id], a.finish_reason, a.num_cached_tokens)
             for a in result.accepted
         ]
+
+    def _end_time(self, computed: _Computed, sampled: Set[str]) -> None:
+        """The step ends where the GPU has its tokens if it was launched as a whole, otherwise now."""
+        launched = computed.launched
+        if launched is not None and computed.logits is None:
+            self._times.end(launched.ended)
+        else:
+            is_read = any(chunk.wants_logits and chunk.request_id in sampled for chunk in computed.chunks)
+            self._times.end(is_read=is_read)
 
     def _step_failed(self, chunks: Sequence[Chunk], error: Exception) -> list[StepOutput | StepFailure]:
         """Find the request that caused the failure: compute the requests of the step one by one, or end the only

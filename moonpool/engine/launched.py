@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from moonpool.engine.sequence import Chunk
+from moonpool.engine.step_times import Mark
 
 if TYPE_CHECKING:
     from moonpool.engine.sampler import LogitsAdjuster, SampledToken, SampleRow
@@ -33,6 +34,14 @@ class LaunchedStep(Protocol):
     @property
     def rows(self) -> dict[str, int]:
         """The row of each request."""
+
+    @property
+    def began(self) -> Mark:
+        """Where the device begins with the step, for StepTimes."""
+
+    @property
+    def ended(self) -> Mark:
+        """Where the device has its tokens."""
 
     def outcomes(self) -> list[SampledToken]:
         """Wait for the step; return what each row sampled. Its token is UNUSABLE or ALL_BARRED where there is none."""

@@ -17,6 +17,7 @@ from moonpool.engine.launched import BatchLimits, StepLauncher
 from moonpool.engine.llama import LayerHooks, LlamaModel, Step
 from moonpool.engine.ops import LayerOps, TorchOps
 from moonpool.engine.sequence import Chunk
+from moonpool.engine.step_times import EventMarks, StepTimes
 
 __all__ = ["BatchLimits", "LayerHooks", "Runner"]
 
@@ -33,6 +34,7 @@ class Runner:
         self.model = model
         self.kv = kv
         self.launcher: StepLauncher | None = None
+        self.times = StepTimes(EventMarks(kv.stream) if kv.stream is not None else None)
         if ops is not None or not kv.tensor.is_cuda:
             self._ops = ops or TorchOps(model.config, kv)
             return

@@ -21,8 +21,9 @@ from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound, PromptTooLong, Unavailable
 from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.scheduler import Scheduler
-from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock, pages_for
+from moonpool.engine.sequence import AdmittedSequence, FullBlock, pages_for
 from moonpool.engine.sequence import Sequence as RequestSequence
+from moonpool.engine.step_times import StepTime
 from moonpool.worker.kv_link.pieces import PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.reservations import Incoming, Reservations
@@ -107,9 +108,7 @@ class DecodeRole:
         self._verifiers = ThreadPoolExecutor(_MAX_VERIFIERS, thread_name_prefix="verify")
         self._put_numbers = itertools.count()
         self._num_waiting_puts = 0  # blocks
-        self._step_started_s = 0.0
         self._stalled_since_s: float | None = None
-        self._step_chunks: Sequence[Chunk] = ()
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
     # -- RPC handlers, on the event loop ---------------------------------------------------------------------
@@ -335,7 +334,6 @@ class DecodeRole:
         )
 
     def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
-        self._measure()
         for out in outputs:
             stream = self._streams.get(out.request_id)
             if stream is None:
@@ -346,26 +344,23 @@ class DecodeRole:
             else:
                 stream.send(DecodeItem(tokens=(token_out(out.sampled),), finish_reason=out.finish_reason))
 
-    def _measure(self) -> None:
-        if self._step_chunks:
-            kv_tokens = sum(chunk.end for chunk in self._step_chunks)
-            seconds = self._clock.now_s() - self._step_started_s
-            if all(len(chunk.tokens) == 1 for chunk in self._step_chunks):
-                self._samples.decodes.append(DecodeSample(len(self._step_chunks), kv_tokens, seconds))
-                self._samples.times.decode_step.observe(seconds)
-            self._step_chunks = ()
+    def computed(self, time: StepTime) -> None:
+        """Note how long a step of answers took, from token to token: with what the host does between two steps, if the
+        device waits for it."""
+        if all(len(chunk.tokens) == 1 for chunk in time.chunks):
+            kv_tokens = sum(chunk.end for chunk in time.chunks)
+            self._samples.decodes.append(DecodeSample(len(time.chunks), kv_tokens, time.period_s))
+            self._samples.times.decode_step.observe(time.period_s)
 
     # -- around a step (roles.py), on the engine's thread ---------------------------------------------------------
 
-    def begin_step(self, chunks: Sequence[Chunk], resumed: Sequence[AdmittedSequence] = ()) -> None:
-        """`chunks` are those of a step of answers alone, empty for another one. `resumed` are answers that enter the
-        batch without a hand-off."""
+    def begin_step(self, resumed: Sequence[AdmittedSequence]) -> None:
+        """`resumed` are answers that enter the batch without a hand-off."""
         for entry in resumed:
             sequence = self._scheduler.get(entry.request_id)
             assert sequence is not None, "a sequence in the batch is known"
             self._samples.resumed_answers += 1
             self._samples.recomputed_tokens += sequence.num_uncomputed_tokens
-        self._step_chunks, self._step_started_s = chunks, self._clock.now_s()
         self._stalled_since_s = None
 
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:

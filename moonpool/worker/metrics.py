@@ -45,7 +45,9 @@ class WorkerTimes:
         self.prefill = _histogram("prefill", "computing a prompt, waits for the pool included")
         self.pull = _histogram("pull", "pulling a request's blocks from the pool")
         self.handoff = _histogram("handoff", "from the first token until the decode worker has all of the KV")
-        self.decode_step = _histogram("decode_step", "one step of the batch, each sequence one token")
+        self.decode_step = _histogram(
+            "decode_step", "one step of the batch, each sequence one token, with what the host does before it"
+        )
 
     def register(self, registry: CollectorRegistry) -> None:
         for each in (self.queue, self.prefill, self.pull, self.handoff, self.decode_step):

@@ -22,6 +22,7 @@ from moonpool.engine.sampler import SampledToken
 from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk
 from moonpool.engine.sequence import Sequence as RequestSequence
+from moonpool.engine.step_times import StepTime, StepTimes
 from moonpool.worker.kv_link.pull import Puller
 from moonpool.worker.kv_link.pull_job import PullJob, PullResult
 from moonpool.worker.kv_link.push import Push
@@ -67,6 +68,7 @@ class PrefillRole:
         samples: Samples,
         pull_timeout_s: float,
         clock: Clock,
+        times: StepTimes,
         pull_grace_s: float = 1.0,
     ) -> None:
         self._scheduler = scheduler
@@ -75,12 +77,12 @@ class PrefillRole:
         self._make_push = make_push
         self._samples = samples
         self._pull_timeout_s, self._pull_grace_s = pull_timeout_s, pull_grace_s
-        self._clock = clock
+        self._clock, self._times = clock, times
         self._token_s: float | None = None  # to compute one token; None: unknown
         self._prompts: dict[str, Prompt] = {}
         self._chunks: Sequence[Chunk] = ()
         self._jobs: list[PullJob] = []
-        self._step_began_s = self._stalled_s = 0.0  # of the current step: its begin, and its waits for pulls
+        self._step_began_s = 0.0
         self._pull_deadline = Deadline(0, clock)  # one for all pulls of a step: each delays the whole step
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
@@ -153,7 +155,6 @@ class PrefillRole:
         return name in self._prompts
 
     def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
-        self._attribute_step_time()
         for out in outputs:
             prompt = self._prompts.pop(out.request_id, None)
             if prompt is None:
@@ -168,19 +169,17 @@ class PrefillRole:
                 _LOG.exception("handing over %s failed", out.request_id)
                 self._end(out.request_id, prompt, Internal(f"handing it over raised {type(error).__name__}"))
 
-    def _attribute_step_time(self) -> None:
+    def computed(self, time: StepTime) -> None:
         """Divide the step's time among its prompts by their tokens. If each prompt reported the whole step, the
         conductor would predict longer queues the larger the batches are. Waits for the pool are reported as pulls.
         """
-        computing_s = self._clock.now_s() - self._step_began_s - self._stalled_s
-        num_tokens = sum(len(chunk.tokens) for chunk in self._chunks)
-        if num_tokens and not self._jobs:  # threads that pull take the interpreter from a step
-            self._token_s = computing_s / num_tokens
-        for chunk in self._chunks:
+        num_tokens = sum(len(chunk.tokens) for chunk in time.chunks)
+        if not time.has_waited:  # threads that pull take the interpreter from a step
+            self._token_s = time.seconds / num_tokens
+        for chunk in time.chunks:
             prompt = self._prompts.get(chunk.request_id)
             if prompt is not None:
-                prompt.alone_s += computing_s * len(chunk.tokens) / num_tokens
-        self._chunks = ()
+                prompt.alone_s += time.seconds * len(chunk.tokens) / num_tokens
 
     def _finish(self, out: StepOutput, prompt: Prompt) -> None:
         first = token_out(out.sampled)
@@ -231,7 +230,7 @@ class PrefillRole:
 
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks:
         self._chunks, self._jobs = chunks, []
-        self._step_began_s, self._stalled_s = self._clock.now_s(), 0.0
+        self._step_began_s = self._clock.now_s()
         num_pulled = sum(len(entry.blocks) for entry in admitted)
         self._pull_deadline = Deadline(self.pull_limit_s(num_pulled * self._block_tokens), self._clock)
         compute_s = (self._token_s or math.inf) * sum(len(chunk.tokens) for chunk in chunks)
@@ -278,10 +277,9 @@ class PrefillRole:
     def before_layer(self, layer: int) -> None:
         if not self._jobs:
             return
-        started_s = self._clock.now_s()
-        for job in self._jobs:
-            job.wait_layer(layer, self._pull_deadline.remaining_s())
-        self._stalled_s += self._clock.now_s() - started_s
+        with self._times.waiting():
+            for job in self._jobs:
+                job.wait_layer(layer, self._pull_deadline.remaining_s())
 
     @property
     def waits_at_most_s(self) -> float:
@@ -297,7 +295,10 @@ class PrefillRole:
                 prompt.push.layer_ready(layer, completed_blocks(chunk, self._block_tokens, is_end=chunk.wants_logits))
 
     def end_step(self) -> Mapping[str, int]:
-        return {job.admitted.request_id: self._settle_pull(job) for job in self._jobs}
+        if not self._jobs:
+            return {}
+        with self._times.waiting():
+            return {job.admitted.request_id: self._settle_pull(job) for job in self._jobs}
 
     def _settle_pull(self, job: PullJob) -> int:
         """Return the number of leading tokens of the request whose KV is verified."""

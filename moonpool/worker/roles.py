@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from moonpool.engine.engine import StepFailure, StepOutput
 from moonpool.engine.runner import LayerHooks
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock
+from moonpool.engine.step_times import StepTime
 from moonpool.worker.decode import DecodeRole
 from moonpool.worker.kv_link.pull_ahead import AheadPuller
 from moonpool.worker.pipeline.stage_runner import StageRunner
@@ -45,7 +46,7 @@ class BothRoles:
         self._ahead.after_schedule()
         prompts = [entry for entry in admitted if self._prefill.has(entry.request_id)]
         answers = [entry for entry in admitted if not self._prefill.has(entry.request_id)]
-        self._decode.begin_step(() if self._has_prompts else chunks, answers)
+        self._decode.begin_step(answers)
         hooks = self._prefill.begin_step(chunks, prompts) if self._has_prompts else None
         self._is_read = any(chunk.wants_logits for chunk in chunks)
         waits_s = self._prefill.waits_at_most_s if hooks is not None else 0.0
@@ -58,6 +59,11 @@ class BothRoles:
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:
         """Put the blocks of answers to the pool; those of prompts are on their way already."""
         self._decode.completed([block for block in full_blocks if not self._prefill.has(block.request_id)])
+
+    def computed(self, time: StepTime) -> None:
+        """Tell the role of the step how long it took. Prompts are still known: they end in on_step()."""
+        has_prompts = any(self._prefill.has(chunk.request_id) for chunk in time.chunks)
+        (self._prefill if has_prompts else self._decode).computed(time)
 
     def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:
         self._progress.end_step(is_read=self._is_read)

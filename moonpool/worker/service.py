@@ -288,6 +288,7 @@ class Worker:
             pull_timeout_s=self.config.pull_timeout_s,
             pull_grace_s=self.config.pull_grace_s,
             clock=SystemClock(),
+            times=built.runner.times,
         )
 
     def _make_decode(self, built: Built) -> DecodeRole:

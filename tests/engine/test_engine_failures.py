@@ -15,6 +15,7 @@ from moonpool.engine.runner import LayerHooks
 from moonpool.engine.sampler import LogitsAdjuster, SampleRow, sample
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import Chunk, SamplingParams
+from moonpool.engine.step_times import StepTimes
 
 VOCAB = 7
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
@@ -26,6 +27,7 @@ class CountingRunner:
     launcher = None
 
     def __init__(self) -> None:
+        self.times = StepTimes()
         self.raises: set[str] = set()
         self.spoils: set[str] = set()
         self.is_broken = False

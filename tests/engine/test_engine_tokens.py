@@ -20,6 +20,7 @@ from moonpool.engine.runner import Runner
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock, SamplingParams
 from moonpool.engine.sequence import Sequence as RequestSequence
+from moonpool.engine.step_times import StepTime
 
 BLOCK_TOKENS = 16
 VOCAB = 97
@@ -210,6 +211,9 @@ class PoolLink:
         assert self.kv is not None
         for block in full_blocks:
             self.pool[block.key] = self.kv.tensor[block.page].clone()
+
+    def computed(self, time: StepTime) -> None:
+        pass
 
 
 def filled_pool() -> PoolLink:

@@ -24,6 +24,7 @@ from moonpool.engine.penalties import Counts, CountSlots, count_tokens
 from moonpool.engine.sampler import ALL_BARRED, HostAdjuster, SampledToken, SampleRow, sample
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import UNKNOWN_TOKEN, Chunk, SamplingParams
+from moonpool.engine.step_times import StepTimes
 
 VOCAB, BLOCK_TOKENS, EOS = 50, 4, 7
 
@@ -64,6 +65,7 @@ class FakeLaunched:
         self.chunks, self.rows = chunks, {chunk.request_id: row for row, chunk in enumerate(chunks)}
         self._launcher, self._after = launcher, after
         self._outcomes: list[SampledToken] | None = None
+        self.began = self.ended = 0.0
         self._asked = [replace(row, tokens=[*row.tokens], num_ahead=0) for row in rows]  # sequences grow meanwhile
         penalized = [number for number, row in enumerate(rows) if row.params.penalizes]
         sequences = [(rows[number].tokens, rows[number].num_prompt_tokens) for number in penalized]
@@ -128,6 +130,7 @@ class Bench:
     def __init__(self, *, ahead: bool, num_pages: int = 24) -> None:
         self.memory = Memory()
         self.launcher = FakeLauncher(self.memory) if ahead else None
+        self.times = StepTimes()
         limits = SchedulerConfig(max_batch_tokens=16, max_num_seqs=4, max_seq_tokens=40, eos_token_ids=frozenset({EOS}))
         self.engine = Engine(Scheduler(limits, PageManager(num_pages, BLOCK_TOKENS)), cast(Executor, self))
         self.tokens: dict[str, list[int]] = {}

@@ -259,7 +259,7 @@ async def test_reserved_pages_are_given_up_when_waiting_requests_cannot_go_on_wi
     assert isinstance(bench.failures["new"], Unavailable), "the front end tries another worker"
     bench.loop.run_posted()
     assert [chunk.request_id for chunk in bench.scheduler.schedule()] == ["prompt/1"]
-    bench.role.begin_step([])
+    bench.role.begin_step(())
     bench.clock.advance(9)
     bench.role.at_boundary()
     await bench.settle()

@@ -12,7 +12,8 @@ from moonpool.base.clock import VirtualClock
 from moonpool.base.cluster import PrefillSample
 from moonpool.engine.engine import StepOutput
 from moonpool.engine.sampler import SampledToken
-from moonpool.engine.sequence import SamplingParams
+from moonpool.engine.sequence import Chunk, SamplingParams
+from moonpool.engine.step_times import ClockMarks, StepTime, StepTimes
 from moonpool.worker.messages import RequestSpec
 from moonpool.worker.metrics import Samples
 from moonpool.worker.prefill import PrefillRole, Prompt, engine_name
@@ -35,6 +36,7 @@ class NoPush:
 class Bench:
     def __init__(self, max_batch_tokens: int) -> None:
         self.clock, self.samples = VirtualClock(), Samples()
+        self.times = StepTimes(ClockMarks(self.clock))
         self.scheduler = scheduler(max_batch_tokens=max_batch_tokens)
         self.role = PrefillRole(
             scheduler=self.scheduler,
@@ -44,6 +46,7 @@ class Bench:
             pull_timeout_s=1.0,
             pull_grace_s=0.0,
             clock=self.clock,
+            times=self.times,
         )
 
     def add(self, name: str, start: int, num_tokens: int) -> None:
@@ -64,6 +67,7 @@ class Bench:
 
     def step(self, computing_s: float, stalled_s: float = 0.0) -> None:
         chunks = self.scheduler.schedule()
+        self.times.begin(chunks)
         hooks = self.role.begin_step(chunks, self.scheduler.drain_admitted())
         if stalled_s:
             waiting = SimpleNamespace(wait_layer=lambda *_: self.clock.advance(stalled_s))
@@ -71,6 +75,9 @@ class Bench:
             hooks.before_layer(0)
             self.pull()
         self.clock.advance(computing_s)
+        self.times.end()
+        for time in self.times.drain():
+            self.role.computed(time)
         result = self.scheduler.complete({chunk.request_id: 7 for chunk in chunks if chunk.wants_logits})
         self.role.on_step(
             [StepOutput(each.request_id, SampledToken(7), each.finish_reason, 0) for each in result.accepted]
@@ -103,11 +110,8 @@ def test_a_pull_may_take_as_long_as_the_calibrated_time_allows_until_a_step_with
     calibrated_s = bench.role.pull_limit_s(BLOCK_TOKENS)
     assert calibrated_s == pytest.approx(2 * 0.01 * BLOCK_TOKENS)
     bench.add("a", 0, 10)
-    bench.pull(object())  # the step pulls: other threads take the interpreter from it
-    bench.role._chunks = cast(Any, [SimpleNamespace(request_id="a/0", tokens=range(10))])
-    bench.clock.advance(5.0)
-    bench.role.on_step([])
-    assert bench.role.pull_limit_s(BLOCK_TOKENS) == calibrated_s
+    bench.role.computed(StepTime([Chunk("a/0", 0, tuple(range(10)), (0,), False)], 5.0, 5.0, has_waited=True))
+    assert bench.role.pull_limit_s(BLOCK_TOKENS) == calibrated_s, "other threads took the interpreter from that step"
     bench.step(0.1)
     assert bench.role.pull_limit_s(BLOCK_TOKENS) == pytest.approx(2 * 0.01 * BLOCK_TOKENS)
     bench.add("b", 100, 10)
