@@ -155,22 +155,24 @@ class SeenTokens:
             self._written.append(token)
         self._counts[token] = count - 1 if count < 0 else count + 1
 
-    def penalize(self, logits: Floats, penalties: Penalties) -> list[tuple[npt.NDArray[np.int64], Floats]]:
-        """Change logits [vocab] in place. Return what was changed: tokens and their logits before, in this order."""
-        before = []
-        if penalties.repetition != 1.0 and len(self._seen.values):
-            seen = self._seen.values
-            values = logits[seen]
-            logits[seen] = _repeated(values, np.float32(penalties.repetition))
-            before.append((seen, values))
-        if (penalties.frequency or penalties.presence) and len(self._written.values):
-            written = self._written.values
-            values, times = logits[written], self._counts[written].astype(np.float32)
-            times = np.where(times < 0, -1 - times, times)
-            change = np.float32(penalties.frequency) * times + np.float32(penalties.presence)
-            logits[written] = _bounded(values - change, values)
-            before.append((written, values))
-        return before
+    def penalize(self, logits: Floats, penalties: Penalties) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Change logits [vocab] in place. Return the tokens whose logits were changed, and those logits before."""
+        repeats = penalties.repetition != 1.0
+        tokens = self._seen.values if repeats else self._written.values
+        before = values = logits[tokens]
+        if repeats:
+            values = _repeated(before, np.float32(penalties.repetition))
+        if penalties.frequency or penalties.presence:
+            values = _bounded(values - self._decrease(tokens, penalties), values)
+        logits[tokens] = values
+        return tokens, before
+
+    def _decrease(self, tokens: npt.NDArray[np.int64], penalties: Penalties) -> Floats:
+        counts = self._counts[tokens]
+        times: Floats = np.where(counts < 0, ~counts, counts).astype(np.float32)
+        decrease: Floats = np.float32(penalties.frequency) * times + np.float32(penalties.presence)
+        decrease[times == 0] = 0.0  # tokens of the prompt alone
+        return decrease
 
 
 def _repeated(values: Floats, factor: np.float32) -> Floats:

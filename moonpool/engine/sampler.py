@@ -148,8 +148,7 @@ class HostAdjuster:
             elif place.is_due:
                 self._seen[place.slot].add(row.tokens[-1])
             with np.errstate(all="ignore"):
-                changed = self._seen[place.slot].penalize(values[i], Penalties.of(row.params))
-            before.extend((i, tokens, old) for tokens, old in changed)
+                before.append((i, *self._seen[place.slot].penalize(values[i], Penalties.of(row.params))))
 
 
 def _bar(values: np.ndarray, rows: Sequence[SampleRow], before: list[tuple[int, np.ndarray, np.ndarray]]) -> None:

@@ -63,24 +63,24 @@ ASKED: list[dict[str, Any]] = [
 
 def engine_of(folder: Path, device: str, num_pages: int) -> Engine:
     config = EngineConfig(
-        num_pages=num_pages, block_tokens=64, max_batch_tokens=512, max_model_len=1024, device=cast(Any, device)
+        num_pages=num_pages, block_tokens=64, max_batch_tokens=512, max_model_len=768, device=cast(Any, device)
     )
     return load_engine(str(folder), config, random_weights=True)
 
 
-def answers_to_all(engine: Engine) -> list[GenerationResult]:
+def answers_to_all(engine: Engine, max_tokens: int) -> list[GenerationResult]:
     prompts = [token_prompt(60 + 11 * n, n) for n in range(12)]
-    base = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    base = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
     return engine.generate(prompts, [SamplingParams(**{**base, **ASKED[n % len(ASKED)]}) for n in range(12)])
 
 
-@pytest.mark.parametrize("num_pages", [1024, 24], ids=["all at once", "with preemption"])
+@pytest.mark.parametrize(("num_pages", "max_tokens"), [(1024, 40), (20, 90)], ids=["all at once", "with preemption"])
 def test_penalties_bars_and_logprobs_are_those_of_the_cpu(
-    tmp_path: Path, num_pages: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, num_pages: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     folder = small_model(tmp_path / "small")
-    here = answers_to_all(engine_of(folder, "cpu", num_pages))
+    here = answers_to_all(engine_of(folder, "cpu", num_pages), max_tokens)
     engine, num_ahead = engine_of(folder, "cuda:0", num_pages), [0]
     launcher = engine._runner.launcher
     assert launcher is not None
@@ -91,8 +91,8 @@ def test_penalties_bars_and_logprobs_are_those_of_the_cpu(
         return launch(chunks, rows, after)
 
     monkeypatch.setattr(launcher, "launch", counted)
-    there = answers_to_all(engine)
-    if num_pages == 24:
+    there = answers_to_all(engine, max_tokens)
+    if num_pages == 20:
         assert engine.scheduler.num_preemptions > 0
     else:
         assert num_ahead[0] >= 25, "most steps are launched ahead"
