@@ -135,7 +135,7 @@ class KvSide:
 
     def start_pull(self, keys: list[bytes], pages: list[int], compute_s: float = ALONE) -> PullJob:
         wanted = AdmittedSequence("bench", 0, tuple(range(len(keys))), tuple(pages), tuple(keys))
-        return self.puller.start(wanted, lambda *_: None, lambda: None, compute_s)
+        return self.puller.start(wanted, lambda: None, compute_s)
 
     def pull(self, keys: list[bytes], pages: list[int], compute_s: float = ALONE) -> float:
         """Pull the blocks into the pages; return the seconds until all are verified."""

@@ -238,9 +238,7 @@ class PrefillSide:
         ended = threading.Event()
         self._transfers.counts.clear()
         began_s = time.monotonic()
-        job = puller.start(
-            AdmittedSequence("r", 0, tuple(blocks), pages, tuple(self._keys)), lambda *_: None, ended.set
-        )
+        job = puller.start(AdmittedSequence("r", 0, tuple(blocks), pages, tuple(self._keys)), ended.set)
         for layer in range(self._pieces.layout.num_layers):
             job.wait_layer(layer, TIMEOUT_S)
             in_place_s = time.monotonic() - began_s

@@ -162,6 +162,12 @@ class PageManager:
             self._refer(page)
             held.append(page)
 
+    def share(self, owner: str) -> list[int]:
+        """Return the owner's pages, each with one more reference, which is the caller's."""
+        for page in self.owned[owner]:
+            self._refer(page)
+        return list(self.owned[owner])
+
     def detach(self, owner: str) -> list[int]:
         """Return the owner's pages; the caller becomes the owner of their references. Empty if there are none."""
         return self.owned.pop(owner, [])

@@ -14,7 +14,7 @@ On a GPU a decode step is launched and draws its tokens there, and before they a
 (`Executor.launcher`). What that step computes for a sequence that has ended is dropped.
 
 A worker that pulls KV from the pool and streams KV out passes a `StepLink`. It is called on the thread that calls
-step(), and decides which pulled KV is verified; all other pulled KV is computed again.
+step(), and decides which pulled KV is verified; all other KV of an ended pull is computed again.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class StepLink(Protocol):
     """What a worker does around a step."""
 
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks | None:
-        """Before the model runs: start the pulls of `admitted`; the hooks wait for them layer by layer."""
+        """Before the model runs; the hooks wait, layer by layer, for the pulls of `admitted` that are under way."""
 
     def end_step(self) -> Mapping[str, int]:
-        """After the model ran, when all pulls are over: return how many leading tokens of each pulled request have
-        verified KV. A request that is missing has only the KV of the worker's own pages."""
+        """After the model ran: return how many leading tokens of each pulled request have verified KV. A request that
+        is missing is put back, because its pull is not over; what was computed of it is dropped."""
 
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:
         """After the step: its full blocks. To copy a block later, hold its page (PageManager.hold)."""
@@ -239,14 +239,16 @@ class Engine:
             hooks = self._link.begin_step(chunks, admitted) if self._link is not None else None
             return self._run(chunks, hooks)
         finally:
-            # After a failure too: pulls must be over before these pages are used again.
+            # After a failure too: what the pulls brought is used.
             verified = self._link.end_step() if self._link is not None else {}
             for pull in admitted:
                 if pull.blocks:
-                    self._finish_pull(pull, verified.get(pull.request_id, 0))
+                    self._settle_pull(pull, verified.get(pull.request_id))
 
-    def _finish_pull(self, pull: AdmittedSequence, num_verified_tokens: int) -> None:
-        if num_verified_tokens >= (pull.blocks[-1] + 1) * self.scheduler.pages.block_tokens:
+    def _settle_pull(self, pull: AdmittedSequence, num_verified_tokens: int | None) -> None:
+        if num_verified_tokens is None:
+            self.scheduler.put_back(pull.request_id)
+        elif num_verified_tokens >= (pull.blocks[-1] + 1) * self.scheduler.pages.block_tokens:
             self.scheduler.confirm_pulled(pull.request_id)
         else:
             self.scheduler.rewind(pull.request_id, num_verified_tokens)

@@ -5,9 +5,9 @@
     complete(sampled)         accepts the step's tokens, ends sequences, seals blocks that became full
 
 Between the two calls the step is open: the runner reads and writes the pages of its chunks. A pull from the pool that
-`drain_admitted()` returned must be confirmed, rewound or cancelled before the step is completed. The caller may cancel
-and rewind at any time; the pages of a sequence cancelled in an open step are freed when the step closes, so no other
-sequence's KV can be in them while the runner still writes.
+`drain_admitted()` returned must be confirmed, rewound, put back or cancelled before the step is completed. The caller
+may cancel and rewind at any time; the pages of a sequence that leaves an open step are freed when the step closes, so
+no other sequence's KV can be in them while the runner still writes.
 
 A suspect sequence (`num_alone_steps`) is computed before all others and in a batch of one, so that a step that fails or
 kills its process shows which sequence caused it.
@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from moonpool.base.errors import ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.engine.blocks import PageManager
@@ -71,7 +73,7 @@ class Scheduler:
         self._ahead: set[str] = set()  # requests of a step that was launched ahead
         self._ahead_free: list[int] = []  # pages to free when that step is over
         self._admitted: list[AdmittedSequence] = []
-        self._pulls: dict[str, AdmittedSequence] = {}  # neither confirmed nor rewound yet
+        self._pulls: dict[str, AdmittedSequence] = {}  # of sequences that joined the open step, not settled yet
 
     # -- adding requests -----------------------------------------------------------------------------------
 
@@ -244,49 +246,48 @@ class Scheduler:
             self._plan_tokens(sequence, min(self._budget, sequence.num_uncomputed_tokens))
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Return whether there are pages for those tokens of a waiting sequence whose KV is not here. One page per
-        running sequence stays free, so that the new sequence is not preempted at once."""
+        """Return whether there are pages for those tokens of a waiting sequence whose KV is neither here nor on its
+        way. One page per running sequence stays free, so that the new sequence is not preempted at once."""
         num_local = self.pages.count_local(sequence.keys[: sequence.num_reusable_blocks])
-        return self.ahead.make_room(self._missing_pages(sequence, num_local), keep=sequence.request_id)
+        return self._make_room(sequence, max(num_local, self.ahead.end_of(sequence.request_id)))
 
-    def _missing_pages(self, sequence: Sequence, num_local: int) -> int:
-        return pages_for(sequence.num_tokens, self._block_tokens) - num_local + len(self.queues.running)
+    def _make_room(self, sequence: Sequence, num_here: int) -> bool:
+        missing = pages_for(sequence.num_tokens, self._block_tokens) - num_here + len(self.queues.running)
+        return self.ahead.make_room(missing, keep=sequence.request_id)
 
     def _allocate_pages(self, sequence: Sequence) -> bool:
         """Allocate all pages that the sequence's tokens need, reused or new. Return False if there are too few, or if
-        some are still being filled for it."""
-        if self.ahead.is_under_way(sequence.request_id) or not self.has_room(sequence):
+        the sequence has to wait for its pull."""
+        name = sequence.request_id
+        if self.ahead.is_awaited(name) or self.ahead.lacks_pages(name) or not self.has_room(sequence):
             return False
+        pull = self.ahead.joinable(name)
+        if pull is not None:
+            self._admit(sequence, self.ahead.join(pull), pull.wanted, pull.num_before)
+            return True
         local = self.pages.match(sequence.keys[: sequence.num_reusable_blocks])
-        # Reused pages that were cached are no longer available.
-        if not self.ahead.make_room(self._missing_pages(sequence, len(local)), keep=sequence.request_id):
+        if not self._make_room(sequence, len(local)):  # reused pages that were cached are no longer available
             self.pages.free(local)
             return False
-        total = pages_for(sequence.num_tokens, self._block_tokens)
-        sequence.pages = local + self.pages.allocate(total - len(local))
-        sequence.num_sealed_blocks = len(local)
-        self._record_admission(sequence, len(local), self.ahead.give_back(sequence.request_id))
+        self._admit(sequence, local, AdmittedSequence(name, len(local), (), (), ()), self.ahead.give_back(name))
         return True
 
-    def _record_admission(self, sequence: Sequence, num_local: int, num_ahead: int) -> None:
-        end = num_local
-        if sequence.pool_start_block <= num_local:  # otherwise there is a gap between the local blocks and the pool's
-            promised = sequence.pool_start_block + sequence.num_pool_blocks
-            end = max(num_local, min(promised, sequence.num_reusable_blocks))
-        sequence.num_computed_tokens = end * self._block_tokens
+    def _admit(self, sequence: Sequence, here: list[int], entry: AdmittedSequence, num_ahead: int) -> None:
+        """Give the sequence the pages of blocks that are here or on their way, and new ones for its other tokens."""
+        total = pages_for(sequence.num_tokens, self._block_tokens)
+        sequence.pages = here + self.pages.allocate(total - len(here))
+        sequence.num_sealed_blocks = entry.num_local_blocks
+        sequence.num_computed_tokens = len(here) * self._block_tokens
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-        pulled = slice(num_local, end)
-        blocks, pages, keys = range(num_local, end), sequence.pages[pulled], sequence.keys[pulled]
-        admitted = AdmittedSequence(
-            sequence.request_id, num_local, tuple(blocks), tuple(pages), tuple(keys), min(num_ahead, num_local)
-        )
-        self._admitted.append(admitted)
-        if admitted.blocks:
-            self._pulls[sequence.request_id] = admitted
+        entry = msgspec.structs.replace(entry, num_ahead_blocks=min(num_ahead, entry.num_local_blocks))
+        self._admitted.append(entry)
+        if entry.blocks:
+            self._pulls[sequence.request_id] = entry
 
     def drain_admitted(self) -> list[AdmittedSequence]:
-        """Return the sequences that entered the batch with the last schedule(), and what must be pulled for them."""
+        """Return the sequences that entered the batch with the last schedule(), and which of their blocks are still on
+        their way."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
@@ -295,12 +296,26 @@ class Scheduler:
         pull = self._pulls.pop(request_id, None)
         if pull is not None:
             self._seal(self.queues.sequences[request_id], end=pull.blocks[-1] + 1)
+            self.ahead.give_back(request_id)
+
+    def put_back(self, request_id: str) -> None:
+        """Take a sequence whose pull is still under way out of the open step: it waits, in order of arrival, until the
+        pull is over. The pull's pages stay reserved. Do nothing if the request is gone."""
+        if self._pulls.pop(request_id, None) is None:
+            return
+        sequence = self.queues.sequences[request_id]
+        self._in_flight.pop(request_id, None)
+        self._deferred_free += sequence.pages
+        sequence.pages = []
+        sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
+        self.ahead.leave(request_id)
+        self.queues.requeue(sequence)
 
     def rewind(self, request_id: str, num_computed_tokens: int) -> None:
         """Discard KV from this position on; it is computed again in the same pages.
 
         The open step's token for this sequence is dropped. Pulled blocks that end before the position count as
-        verified, and sealed blocks stay. Do nothing if the request is gone or finished.
+        verified, and sealed blocks stay; the pull must be over. Do nothing if the request is gone or finished.
         """
         sequence = self.queues.sequences.get(request_id)
         if sequence is None or sequence.status is SequenceStatus.HELD:
@@ -309,6 +324,7 @@ class Scheduler:
         pull = self._pulls.pop(request_id, None)
         if pull is not None:
             self._seal(sequence, end=min(pull.blocks[-1] + 1, num_computed_tokens // self._block_tokens))
+            self.ahead.give_back(request_id)
         floor = sequence.num_sealed_blocks * self._block_tokens
         sequence.num_computed_tokens = max(floor, min(num_computed_tokens, sequence.num_computed_tokens))
         sequence.num_cached_tokens = min(sequence.num_cached_tokens, sequence.num_computed_tokens)
@@ -351,7 +367,7 @@ class Scheduler:
         """Close the step. `sampled` has a token for every chunk in flight that wanted logits; tokens of other requests
         (cancelled or rewound) are ignored."""
         if self._pulls:
-            raise Internal(f"pulls neither confirmed nor rewound: {sorted(self._pulls)}")
+            raise Internal(f"pulls that are not settled: {sorted(self._pulls)}")
         wanting = [c.request_id for c in self._in_flight.values() if c.wants_logits]
         if not sampled.keys() >= set(wanting):
             raise Internal(f"no token for {sorted(set(wanting) - sampled.keys())}")
@@ -368,9 +384,9 @@ class Scheduler:
         return result
 
     def abandon_step(self) -> None:
-        """Close a step that failed, as if it had not been computed; its pulled blocks are discarded."""
-        for pull in list(self._pulls.values()):
-            self.rewind(pull.request_id, pull.blocks[0] * self._block_tokens)
+        """Close a step that failed, as if it had not been computed."""
+        for request_id in list(self._pulls):
+            self.put_back(request_id)
         self._close_step()
 
     def _close_step(self) -> None:

@@ -124,7 +124,6 @@ class Sequence:
         "num_tokens",
         "pages",
         "params",
-        "pool_start_block",
         "prefill_only",
         "request_id",
         "root",
@@ -141,7 +140,6 @@ class Sequence:
         root: bytes,
         block_tokens: int,
         output: Seq[int] = (),
-        pool_start_block: int = 0,
         num_pool_blocks: int = 0,
         prefill_only: bool = False,
         hold_pages: bool = False,
@@ -149,8 +147,8 @@ class Sequence:
     ) -> None:
         """`output` are tokens that another worker has sampled (before a hand-off, or before it died).
 
-        The pool has promised blocks [pool_start_block, pool_start_block + num_pool_blocks); the worker may set both
-        until the sequence is admitted. Its first `num_alone_steps` steps are computed in a batch of one.
+        The pool has promised its first `num_pool_blocks` blocks, which may be pulled while it waits. Its first
+        `num_alone_steps` steps are computed in a batch of one.
         """
         if not prompt:
             raise InvalidInput("the prompt is empty", param="prompt")
@@ -162,7 +160,6 @@ class Sequence:
         self.root = root
         self.block_tokens = block_tokens
         self.keys: list[bytes] = chain_keys(root, self.tokens, block_tokens)
-        self.pool_start_block = pool_start_block
         self.num_pool_blocks = num_pool_blocks
         self.prefill_only = prefill_only
         self.hold_pages = hold_pages
@@ -226,8 +223,8 @@ def pages_for(num_tokens: int, block_tokens: int) -> int:
 
 
 class AdmittedSequence(msgspec.Struct, frozen=True, gc=False):
-    """A sequence that entered the batch. Its `blocks` must be pulled from the pool into `pages` before this step reads
-    them."""
+    """A sequence that entered the batch. Its `blocks` are on their way from the pool into `pages`: a step waits for
+    each layer before it reads it. A pull has its blocks in the same form."""
 
     request_id: str
     num_local_blocks: int  # reused from this worker's own pages

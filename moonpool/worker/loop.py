@@ -1,7 +1,7 @@
 """The thread that owns the engine. All code that uses the scheduler or the pages runs on it, between steps.
 
 Other threads post functions; these run in order before the next step. When there is nothing to compute, the thread
-sleeps until a function is posted.
+sleeps until a function is posted. Few functions may also run inside a step, between two layers (`call_inside`).
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class EngineLoop:
         self._engine, self.progress = engine, progress
         self._on_step, self._at_boundary, self._on_fatal = on_step, at_boundary, on_fatal
         self._posted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inside: queue.SimpleQueue[_Call[None]] = queue.SimpleQueue()
         self._closed = False
         self._ended = False  # nothing posted from now on will run
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -97,6 +98,24 @@ class EngineLoop:
         if self._ended:  # perhaps just before the put
             self._refuse_rest()
         return call.future
+
+    def call_inside(self, function: Callable[[], None]) -> Future[None]:
+        """As call(), but `function` may also run inside the step under way, where run_inside() is called."""
+        call = _Call(function)
+        self._inside.put(call)
+        self.call(self.run_inside)
+        if self._closed or self._ended:
+            self._refuse_rest()
+        return call.future
+
+    def run_inside(self) -> bool:
+        """Run what may run inside a step, on the engine's thread. Return whether there was something."""
+        if self._inside.empty():
+            return False
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inside.get_nowait()()
+        return True
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the thread after the current step. Idempotent."""
@@ -136,6 +155,9 @@ class EngineLoop:
                 item = self._posted.get_nowait()
                 if isinstance(item, _Call):
                     item.refuse()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inside.get_nowait().refuse()
 
     def _run(self) -> None:
         self.progress.thread_id = threading.get_ident()

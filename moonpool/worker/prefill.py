@@ -1,7 +1,9 @@
 """The prefill role: compute a prompt's KV and its first token, reuse blocks of the pool, hand all KV over.
 
-This happens layer by layer. Before layer j reads old KV, the pieces of layer j have come from the pool. When layer j is
-computed, its pieces go to the decode worker and to the pool while layer j+1 is computed.
+Blocks of the pool come while a prompt waits (kv_link/pull_ahead.py). A prompt may join a step while its later layers
+are still on their way: before layer j reads old KV, the pieces of layer j have come. A step waits little for them: when
+that is not enough, it goes on without the prompt, which is computed when its pull is over. When layer j is computed,
+its pieces go to the decode worker and to the pool while layer j+1 is computed.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import math
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from moonpool.base.clock import Clock, Deadline
 from moonpool.base.cluster import PrefillSample
@@ -23,13 +27,16 @@ from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, Chunk
 from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.engine.step_times import StepTime, StepTimes
+from moonpool.worker.kv_link.pieces import ReadyPoint
 from moonpool.worker.kv_link.pull import Puller
+from moonpool.worker.kv_link.pull_ahead import AheadPuller
 from moonpool.worker.kv_link.pull_job import PullJob, PullResult
 from moonpool.worker.kv_link.push import Push
 from moonpool.worker.loop import EngineLoop
 from moonpool.worker.messages import Prefill, PrefillItem, PrefillReply, RequestSpec, Ticket, TokenOut
 from moonpool.worker.metrics import Samples
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
@@ -48,11 +55,13 @@ class Prompt:
     ahead_nbytes: int = 0
     pool_tokens: int = 0
     pool_nbytes: int = 0
-    pulled: PullResult | None = None
+    pulled_ahead: PullResult | None = None  # while it waited
+    pulled: PullResult | None = None  # beside computing
 
 
 # A pull is given up when it takes this many times as long as computing the same tokens.
 _MAX_PULL_RATIO = 2.0
+_STALL_SHARE = 0.1  # of the grace for a pull: a step may wait so long for layers, or as long as it computes
 _MOST_TIMES = 32  # of the layers of one pull
 
 
@@ -74,6 +83,7 @@ class PrefillRole:
         self._scheduler = scheduler
         self._block_tokens = scheduler.pages.block_tokens
         self._puller = puller
+        self.ahead = AheadPuller(scheduler, puller, samples, self.pull_limit_s, self._compute_s, clock)
         self._make_push = make_push
         self._samples = samples
         self._pull_timeout_s, self._pull_grace_s = pull_timeout_s, pull_grace_s
@@ -81,9 +91,9 @@ class PrefillRole:
         self._token_s: float | None = None  # to compute one token; None: unknown
         self._prompts: dict[str, Prompt] = {}
         self._chunks: Sequence[Chunk] = ()
-        self._jobs: list[PullJob] = []
-        self._step_began_s = 0.0
-        self._pull_deadline = Deadline(0, clock)  # one for all pulls of a step: each delays the whole step
+        self._jobs: list[PullJob] = []  # of prompts that joined the current step while their pulls are under way
+        self._late: set[str] = set()  # of these prompts, those without which the step goes on
+        self._stalled_s = self._max_stall_s = 0.0  # waits of the current step for its pulls, and how long they may be
         self.loop: EngineLoop | None = None  # set once, before the loop starts
 
     def calibrate(self, sample: PrefillSample) -> None:
@@ -105,7 +115,7 @@ class PrefillRole:
         prompt = Prompt(spec, self._make_push(call.ticket, sequence.keys), send, self._clock.now_s())
         assert self.loop is not None
         try:
-            await self.loop.ask(lambda: self._add(name, sequence, prompt))
+            await self.loop.answered(self.loop.call_inside(lambda: self._add(name, sequence, prompt)))
             item = await _next(items, deadline)
             yield item
             if item.reply is not None and item.reply.finish_reason is None:
@@ -128,7 +138,7 @@ class PrefillRole:
             num_alone_steps=sys.maxsize if spec.alone else 0,
         )
 
-    # -- between steps, on the engine's thread ---------------------------------------------------------------
+    # -- between steps, and _add() inside them, on the engine's thread ---------------------------------------
 
     def _add(self, name: str, sequence: RequestSequence, prompt: Prompt) -> None:
         self._scheduler.add(sequence)
@@ -209,6 +219,7 @@ class PrefillRole:
     def _reply(self, prompt: Prompt, first: TokenOut, ended: str | None) -> PrefillReply:
         compute_s = self._clock.now_s() - prompt.started_s
         reused, times = prompt.local_tokens + prompt.pool_tokens, self._samples.times
+        pulls = [each for each in (prompt.pulled_ahead, prompt.pulled) if each is not None]
         times.queue.observe(prompt.started_s - prompt.arrived_s)
         times.prefill.observe(compute_s)
         self._samples.prefills.append(PrefillSample(len(prompt.spec.tokens), reused, prompt.alone_s))
@@ -220,8 +231,8 @@ class PrefillRole:
             pool_nbytes=prompt.pool_nbytes,
             queue_s=prompt.started_s - prompt.arrived_s,
             compute_s=compute_s,
-            ssd_tokens=0 if prompt.pulled is None else prompt.pulled.num_ssd * self._block_tokens,
-            remote_tokens=0 if prompt.pulled is None else prompt.pulled.num_remote * self._block_tokens,
+            ssd_tokens=sum(each.num_ssd for each in pulls) * self._block_tokens,
+            remote_tokens=sum(each.num_remote for each in pulls) * self._block_tokens,
             pull_s=0.0 if prompt.pulled is None else prompt.pulled.seconds,
             pull_layers_s=() if prompt.pulled is None else thinned(prompt.pulled.layers_s),
         )
@@ -229,11 +240,8 @@ class PrefillRole:
     # -- around and inside a step (roles.py and LayerHooks), on the engine's thread -----------------------------
 
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks:
-        self._chunks, self._jobs = chunks, []
-        self._step_began_s = self._clock.now_s()
-        num_pulled = sum(len(entry.blocks) for entry in admitted)
-        self._pull_deadline = Deadline(self.pull_limit_s(num_pulled * self._block_tokens), self._clock)
-        compute_s = (self._token_s or math.inf) * sum(len(chunk.tokens) for chunk in chunks)
+        self._chunks, self._jobs, self._late, self._stalled_s = chunks, [], set(), 0.0
+        self._max_stall_s = self._stall_limit_s(sum(len(chunk.tokens) for chunk in chunks))
         for entry in admitted:
             prompt, sequence = self._prompts[entry.request_id], self._scheduler.get(entry.request_id)
             assert sequence is not None
@@ -241,83 +249,100 @@ class PrefillRole:
             prompt.local_tokens = (entry.num_local_blocks - entry.num_ahead_blocks) * self._block_tokens
             prompt.ahead_tokens = prompt.pool_tokens = entry.num_ahead_blocks * self._block_tokens
             prompt.ahead_nbytes = prompt.pool_nbytes = entry.num_ahead_blocks * self._puller.page_nbytes
-            prompt.pulled = None
+            self._take_pulled(entry, prompt)
             prompt.push.begin(sequence.pages, entry.num_local_blocks, len(entry.blocks))
             if entry.blocks:
-                self._start_pull(entry, prompt.push, compute_s)
+                self._join(entry, prompt)
         return self
+
+    def _take_pulled(self, entry: AdmittedSequence, prompt: Prompt) -> None:
+        """Note what was pulled while the prompt waited. If it waited for nothing else, pulling and computing are one
+        time, as if it had joined."""
+        prompt.pulled_ahead, prompt.pulled = None, None
+        result, began_s = self.ahead.take_over(entry.request_id)
+        if began_s is None or entry.blocks:
+            prompt.pulled_ahead = result
+        else:
+            prompt.pulled, prompt.started_s = result, min(prompt.started_s, began_s)
+
+    def _compute_s(self, num_tokens: int) -> float:
+        """Return how long computing these tokens takes; infinite if it is not known."""
+        return math.inf if self._token_s is None else self._token_s * num_tokens
 
     def pull_limit_s(self, num_tokens: int) -> float:
         """Return how long to wait for pulls of `num_tokens`: twice the time to compute them, and at least the grace.
         The conductor expected the pool to be faster than computing; a pool that is not is given up.
         """
-        if self._token_s is None:
-            return self._pull_timeout_s
-        return min(self._pull_timeout_s, max(self._pull_grace_s, _MAX_PULL_RATIO * self._token_s * num_tokens))
+        return min(self._pull_timeout_s, max(self._pull_grace_s, _MAX_PULL_RATIO * self._compute_s(num_tokens)))
 
-    def _start_pull(self, entry: AdmittedSequence, push: Push, compute_s: float) -> None:
-        # Even if the request ends, these pages are not reused while the puller may write to them.
-        owner = f"pull:{entry.request_id}"
-        self._scheduler.pages.hold(owner, entry.pages)
-        self._jobs.append(
-            self._puller.start(
-                entry,
-                on_pieces=lambda layers, some, ready: push.layers_ready(
-                    layers, entry.blocks[some.start : some.stop], ready
-                ),
-                on_end=lambda: self._release_pages(owner),
-                compute_s=compute_s,
-            )
-        )
+    def _stall_limit_s(self, num_tokens: int) -> float:
+        """Return how long a step of `num_tokens` waits for pulls at most: as long as it computes, and at least a part
+        of the grace. A prompt that joined was expected to be in time, so that this seldom counts.
+        """
+        return min(self._pull_timeout_s, max(_STALL_SHARE * self._pull_grace_s, self._compute_s(num_tokens)))
 
-    def _release_pages(self, owner: str) -> None:
-        assert self.loop is not None
-        self.loop.post(lambda: self._scheduler.pages.release(owner))
+    def _join(self, entry: AdmittedSequence, prompt: Prompt) -> None:
+        """The prompt's later layers are under way: hand over what is in place, and the rest as it comes."""
+
+        def on_pieces(layers: range, some: range, ready: ReadyPoint | None) -> None:
+            prompt.push.layers_ready(layers, entry.blocks[some.start : some.stop], ready)
+
+        job = self.ahead.join(entry.request_id, on_pieces)
+        if job.began_s is not None:
+            prompt.started_s = min(prompt.started_s, job.began_s)  # computing and pulling are one time
+        self._jobs.append(job)
 
     def before_layer(self, layer: int) -> None:
+        assert self.loop is not None
+        if self.loop.run_inside():  # prompts have come: their pulls need not wait for the end of a long step
+            self.ahead.begin()
         if not self._jobs:
             return
         with self._times.waiting():
             for job in self._jobs:
-                job.wait_layer(layer, self._pull_deadline.remaining_s())
+                if job.admitted.request_id not in self._late and not self._stall(partial(job.wait_layer, layer)):
+                    self._late.add(job.admitted.request_id)
+
+    def _stall(self, wait: Callable[[float], T]) -> T:
+        """Return what `wait` returns, which may take what is left of the step's time to wait."""
+        began_s = self._clock.now_s()
+        try:
+            return wait(max(0.0, self._max_stall_s - self._stalled_s))
+        finally:
+            self._stalled_s += self._clock.now_s() - began_s
 
     @property
     def waits_at_most_s(self) -> float:
         """How long the current step may still wait for its pulls."""
-        return self._pull_deadline.remaining_s() if self._jobs else 0.0
+        return max(0.0, self._max_stall_s - self._stalled_s) if self._jobs else 0.0
 
     def after_layer(self, layer: int) -> None:
         assert self.loop is not None
         self.loop.progress.went_on()
         for chunk in self._chunks:
             prompt = self._prompts.get(chunk.request_id)
-            if prompt is not None:
+            if prompt is not None and chunk.request_id not in self._late:
                 prompt.push.layer_ready(layer, completed_blocks(chunk, self._block_tokens, is_end=chunk.wants_logits))
 
     def end_step(self) -> Mapping[str, int]:
         if not self._jobs:
             return {}
         with self._times.waiting():
-            return {job.admitted.request_id: self._settle_pull(job) for job in self._jobs}
+            settled = {job.admitted.request_id: self._settle_pull(job) for job in self._jobs}
+        return {name: num_tokens for name, num_tokens in settled.items() if num_tokens is not None}
 
-    def _settle_pull(self, job: PullJob) -> int:
-        """Return the number of leading tokens of the request whose KV is verified."""
+    def _settle_pull(self, job: PullJob) -> int | None:
+        """Return the number of leading tokens of the request whose KV is verified; None if its pull is not over."""
         name = job.admitted.request_id
-        result, prompt = job.wait_end(self._pull_deadline.remaining_s()), self._prompts[name]
+        result, prompt = None, self._prompts[name]
+        if name not in self._late:
+            result = self._stall(job.wait_result)
+        if result is None:
+            job.listen(None)
+            return None
         prompt.pool_tokens = prompt.ahead_tokens + result.num_good * self._block_tokens
         prompt.pool_nbytes, prompt.pulled = prompt.ahead_nbytes + result.nbytes, result
-        self._samples.add_pull(result, self._clock.now_s())
-        if job.left_behind:
-            now_s = self._clock.now_s()
-            self._samples.add_late_pull(job, self._puller.piece_nbytes, now_s - self._step_began_s, now_s)
-            self._puller.rest()
-            self._start_over(name, prompt)
         return prompt.local_tokens + prompt.pool_tokens
-
-    def _start_over(self, name: str, prompt: Prompt) -> None:
-        """Compute the prompt in other pages and without the pool: the puller may still write to its current pages."""
-        self._scheduler.cancel(name)
-        self._scheduler.add(self.sequence(prompt.spec))
 
 
 def thinned(layers_s: tuple[float, ...]) -> tuple[float, ...]:

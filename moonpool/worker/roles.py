@@ -14,7 +14,6 @@ from moonpool.engine.runner import LayerHooks
 from moonpool.engine.sequence import AdmittedSequence, Chunk, FullBlock
 from moonpool.engine.step_times import StepTime
 from moonpool.worker.decode import DecodeRole
-from moonpool.worker.kv_link.pull_ahead import AheadPuller
 from moonpool.worker.pipeline.stage_runner import StageRunner
 from moonpool.worker.prefill import PrefillRole
 from moonpool.worker.watchdog import EngineProgress, work_of_step
@@ -23,27 +22,19 @@ from moonpool.worker.watchdog import EngineProgress, work_of_step
 class BothRoles:
     """The engine's StepLink: gives each role its part of a step. On the engine's thread."""
 
-    def __init__(
-        self,
-        prefill: PrefillRole,
-        decode: DecodeRole,
-        stages: StageRunner,
-        ahead: AheadPuller,
-        progress: EngineProgress,
-    ) -> None:
-        self._prefill, self._decode, self._stages, self._ahead = prefill, decode, stages, ahead
+    def __init__(self, prefill: PrefillRole, decode: DecodeRole, stages: StageRunner, progress: EngineProgress) -> None:
+        self._prefill, self._decode, self._stages = prefill, decode, stages
         self._progress = progress
         self._has_prompts = self._is_read = False  # the current step, and whether its results are waited for
 
     def at_boundary(self) -> None:
-        self._ahead.at_boundary()
+        self._prefill.ahead.at_boundary()
         self._decode.at_boundary()
         self._stages.at_boundary()
 
     def begin_step(self, chunks: Sequence[Chunk], admitted: Sequence[AdmittedSequence]) -> LayerHooks | None:
         """Without a prompt in the step there are no hooks, so that a GPU can launch it as a whole."""
         self._has_prompts = any(self._prefill.has(chunk.request_id) for chunk in chunks)
-        self._ahead.after_schedule()
         prompts = [entry for entry in admitted if self._prefill.has(entry.request_id)]
         answers = [entry for entry in admitted if not self._prefill.has(entry.request_id)]
         self._decode.begin_step(answers)

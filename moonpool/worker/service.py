@@ -49,7 +49,6 @@ from moonpool.worker.kv_link.device_pieces import DevicePieces
 from moonpool.worker.kv_link.device_probe import DeviceProbe
 from moonpool.worker.kv_link.pool import PoolHealth, PoolProbe, PoolWriter, verified_nbytes
 from moonpool.worker.kv_link.pull import Puller
-from moonpool.worker.kv_link.pull_ahead import AheadPuller
 from moonpool.worker.kv_link.push_tools import PushTools
 from moonpool.worker.kv_link.reservations import Reservations
 from moonpool.worker.kv_link.send_queue import SendQueue
@@ -206,11 +205,10 @@ class Worker:
         self._prefill, self._decode = self._make_prefill(built, puller), self._make_decode(built)
         own.callback(self._decode.close)
         stages = StageRunner(built.runner, built.scheduler.pages)
-        ahead = AheadPuller(built.scheduler, puller, self._samples, self._prefill.pull_limit_s, SystemClock())
         progress = EngineProgress(SystemClock(), launches=config.gpu is not None)
         if built.runner.launcher is not None:
             built.runner.launcher.on_prepare = progress.prepare
-        roles = BothRoles(self._prefill, self._decode, stages, ahead, progress)
+        roles = BothRoles(self._prefill, self._decode, stages, progress)
         self._loop = EngineLoop(
             Engine(built.scheduler, built.runner, roles),
             on_step=roles.on_step,
@@ -221,7 +219,7 @@ class Worker:
         self._watchdog = Watchdog(progress, config.task_limits(), lambda: os._exit(EXIT_HANGS))
         others = partial(has_others, self._conductors, config.name, WorkerRole.DECODE)
         self._mover = AnswerMover(self._decode, built.scheduler, self._queue, puller, self._loop, others)
-        self._prefill.loop = self._decode.loop = stages.loop = ahead.loop = self._loop
+        self._prefill.loop = self._decode.loop = stages.loop = self._prefill.ahead.loop = self._loop
         own.callback(self._loop.close)
         own.callback(self._watchdog.close)
         self._stages, self._leader = connect_stages(

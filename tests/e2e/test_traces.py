@@ -66,7 +66,9 @@ def test_blocks_from_the_pool_are_a_pull_of_their_tier(one_each: Service, collec
     one_each.kill_and_wait_back("prefill-0")  # its own pages are gone: what is reused comes from the pool
     reply = complete(one_each, prompt=prompt)
     root, others = trace_of(collector, reply, 9)
-    check_nested(root, others, {**WAY, "pull dram": "prefill"})
+    # The pull has ended before the prompt is in a step, or goes on in it.
+    was_over = others["pull dram"].parent_span_id == others["queue"].span_id
+    check_nested(root, others, {**WAY, "pull dram": "queue" if was_over else "prefill"})
     tokens = {each.key: each.value.int_value for each in others["pull dram"].attributes}
     check_layers(one_each, reply.headers["x-request-id"])
     assert tokens["moonpool.tokens"] == reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

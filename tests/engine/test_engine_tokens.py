@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from scheduler_model import pulled
 
 from moonpool.base.errors import NoSpace
 from moonpool.engine.blocks import PageManager
@@ -182,6 +183,7 @@ class PoolLink:
         self.pool: dict[bytes, torch.Tensor] = {}
         self.broken_block: int | None = None
         self.kv: KvMemory | None = None
+        self.scheduler: Scheduler | None = None
         self.pulls: list[AdmittedSequence] = []
         self.num_pulled = 0
 
@@ -200,11 +202,16 @@ class PoolLink:
         pass
 
     def end_step(self) -> Mapping[str, int]:
+        assert self.scheduler is not None
         verified = {}
         for pull in self.pulls:
             pulled = zip(pull.blocks, pull.keys, strict=True)
             bad = next((block for block, key in pulled if block == self.broken_block or key not in self.pool), None)
-            verified[pull.request_id] = BLOCK_TOKENS * (pull.blocks[-1] + 1 if bad is None else bad)
+            num_good = pull.blocks[-1] + 1 if bad is None else bad
+            verified[pull.request_id] = BLOCK_TOKENS * num_good
+            ended = self.scheduler.ahead.get(pull.request_id)
+            assert ended is not None
+            self.scheduler.ahead.end(ended, num_good)
         return verified
 
     def completed(self, full_blocks: Sequence[FullBlock]) -> None:
@@ -216,17 +223,24 @@ class PoolLink:
         pass
 
 
+def another(link: PoolLink) -> Engine:
+    """A worker with empty pages."""
+    engine, link.kv = build(link=link)
+    link.scheduler = engine.scheduler
+    return engine
+
+
 def filled_pool() -> PoolLink:
     link = PoolLink()
-    engine, link.kv = build(link=link)
+    engine = another(link)
     engine.generate(PROMPTS, GREEDY)
     return link
 
 
 def pulled_request(engine: Engine, request_id: str, prompt: list[int], num_blocks: int) -> None:
     sequence = RequestSequence(request_id, prompt, GREEDY, root=LOCAL_ROOT, block_tokens=BLOCK_TOKENS)
-    sequence.num_pool_blocks = num_blocks
     engine.scheduler.add(sequence)
+    pulled(engine.scheduler, sequence, num_blocks)
 
 
 def drain(engine: Engine) -> dict[str, list[int]]:
@@ -241,7 +255,7 @@ def drain(engine: Engine) -> dict[str, list[int]]:
 @pytest.mark.parametrize("broken_block", [None, 0, 2])
 def test_kv_from_a_pool_good_or_bad(right: list[list[int]], broken_block: int | None) -> None:
     link = filled_pool()
-    engine, link.kv = build(link=link)  # another worker
+    engine = another(link)
     link.broken_block = broken_block
     engine.add_request("other", PROMPTS[4], GREEDY)
     pulled_request(engine, "pulled", PROMPTS[6], 5)
@@ -253,9 +267,10 @@ def test_kv_from_a_pool_good_or_bad(right: list[list[int]], broken_block: int | 
 
 def test_pages_pulled_equal_those_computed() -> None:
     link = filled_pool()
-    engine, link.kv = build(link=link)
+    engine = another(link)
     pulled_request(engine, "pulled", PROMPTS[6], 5)
     drain(engine)
+    assert link.kv is not None
     for key, content in link.pool.items():
         page = engine.scheduler.pages.page_of(key)
         if page is not None:
@@ -264,7 +279,7 @@ def test_pages_pulled_equal_those_computed() -> None:
 
 def test_a_step_that_raises_leaves_no_trace(right: list[list[int]]) -> None:
     link = filled_pool()
-    engine, link.kv = build(link=link)
+    engine = another(link)
     pulled_request(engine, "pulled", PROMPTS[6], 5)
     engine.add_request("other", PROMPTS[4], GREEDY)
     hidden, link.pool = link.pool, {}
@@ -277,4 +292,8 @@ def test_a_step_that_raises_leaves_no_trace(right: list[list[int]]) -> None:
 def test_an_engine_without_a_link_trusts_no_promise(right: list[list[int]]) -> None:
     engine, _ = build()
     pulled_request(engine, "promised", PROMPTS[6], 5)
+    pull = engine.scheduler.ahead.get("promised")
+    assert pull is not None
+    assert engine.step() == [], "what it computed from these pages is dropped"
+    engine.scheduler.ahead.end(pull, 0)
     assert drain(engine) == {"promised": right[6]}

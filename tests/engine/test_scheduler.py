@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from scheduler_model import CONFIG, drive, next_token, scheduler, sequence
+from scheduler_model import CONFIG, drive, next_token, pulled, scheduler, sequence
 
 from moonpool.base.errors import AlreadyExists, ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.base.keys import chain_keys
@@ -111,10 +111,11 @@ def test_a_prefix_is_reused_but_the_last_token_is_always_computed() -> None:
     assert shape(step(sched)) == [("c", 8, 1)]
 
 
-def test_pool_blocks_are_pulled_and_published_only_when_confirmed() -> None:
+def test_blocks_on_their_way_are_published_only_when_confirmed() -> None:
     sched = scheduler()
-    it = sequence("a", 10, num_pool_blocks=2)
+    it = sequence("a", 10)
     sched.add(it)
+    pull = pulled(sched, it, 2)
     chunks = sched.schedule()
     (admitted,) = sched.drain_admitted()
     assert shape(chunks) == [("a", 8, 2)]
@@ -128,42 +129,55 @@ def test_pool_blocks_are_pulled_and_published_only_when_confirmed() -> None:
     assert len(result.accepted) == 1
     assert result.accepted[0].num_cached_tokens == 8
     assert result.full_blocks == []  # the pool has them
+    sched.ahead.end(pull, 2)
+    sched.check_integrity()
 
 
 def test_a_full_pool_hit_leaves_the_last_block_to_compute() -> None:
     sched = scheduler()
-    sched.add(sequence("a", 8, num_pool_blocks=2))
+    it = sequence("a", 8)
+    sched.add(it)
+    pulled(sched, it, 2)
     assert shape(sched.schedule()) == [("a", 4, 4)]
     assert sched.drain_admitted()[0].blocks == (0,)
 
 
-def test_the_pools_promise_starts_where_ours_ends_or_is_of_no_use() -> None:
-    sched = scheduler()
-    sched.add(sequence("gap", 12, pool_start_block=1, num_pool_blocks=1))
-    assert sched.schedule()[0].start == 0
-    assert sched.drain_admitted()[0].blocks == ()
-    sched.abandon_step()
-    sched.cancel("gap")
-    sched.add(sequence("a", 5, max_tokens=1))
-    drive(sched)
-    sched.add(sequence("b", 12, pool_start_block=1, num_pool_blocks=1))
-    assert sched.schedule()[0].start == 8
-    assert sched.drain_admitted()[0].blocks == (1,)
-
-
 def test_rewind_drops_the_token_and_keeps_what_was_pulled_whole() -> None:
     sched = scheduler()
-    it = sequence("a", 14, num_pool_blocks=3)
+    it = sequence("a", 14)
     sched.add(it)
+    pull = pulled(sched, it, 3)
     chunks = sched.schedule()
     pages = list(it.pages)
     sched.rewind("a", 5)
     assert sched.complete({"a": 99}).accepted == []
     assert (it.num_computed_tokens, it.num_cached_tokens, it.pages) == (5, 5, pages)
     assert sched.pages.published_keys() == it.keys[:1]
+    sched.ahead.end(pull, 1)
     assert shape(step(sched)) == [("a", 5, 9)]
     assert it.output == [next_token(it.tokens[:14])]
     assert [c.wants_logits for c in chunks] == [True]
+
+
+def test_a_sequence_whose_pull_is_late_leaves_the_step_and_goes_on_when_it_is_over() -> None:
+    sched = scheduler()
+    late, other = sequence("late", 14), sequence("other", 6, start=50)
+    sched.add(late)
+    sched.add(other)
+    pull = pulled(sched, late, 3)
+    chunks = sched.schedule()
+    assert shape(chunks) == [("late", 12, 2), ("other", 0, 6)]
+    sched.put_back("late")
+    sched.put_back("late")
+    sched.check_integrity()
+    assert [each.request_id for each in sched.complete(sampled(sched, chunks)).accepted] == ["other"]
+    sched.check_integrity()
+    assert (late.pages, late.num_computed_tokens, sched.num_preemptions) == ([], 0, 0)
+    assert shape(step(sched)) == [("other", 6, 1)], "it does not join again"
+    sched.ahead.end(pull, 3)
+    assert shape(sched.schedule()) == [("other", 7, 1), ("late", 12, 2)]
+    assert tuple(late.pages[:3]) == pull.wanted.pages
+    sched.check_integrity()
 
 
 def test_sealed_blocks_are_never_rewound() -> None:
@@ -180,11 +194,14 @@ def test_confirm_and_rewind_of_a_request_that_is_gone() -> None:
     sched = scheduler()
     sched.confirm_pulled("x")
     sched.rewind("x", 0)
-    sched.add(sequence("a", 10, num_pool_blocks=1))
+    it = sequence("a", 10)
+    sched.add(it)
+    pulled(sched, it, 1)
     chunks = sched.schedule()
     sched.cancel("a")
     sched.confirm_pulled("a")
     sched.rewind("a", 0)
+    sched.put_back("a")
     assert sched.complete(sampled(sched, chunks)).accepted == []
     sched.check_integrity()
 

@@ -28,11 +28,11 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.count = 0
         self.chunks: list[Chunk] | None = None  # of the open step
-        self.pulls: list[AdmittedSequence] = []
-        self.bad: dict[str, int | None] = {}  # the first block of each pull that came wrong
+        self.joined: list[AdmittedSequence] = []  # the open step; their pulls are under way
         self.live: dict[str, Sequence] = {}
         self.held: list[str] = []
         self.ahead: list[tuple[PullAhead, list[int]]] = []  # under way, with the tokens of their sequences
+        self.arrived: dict[str, int] = {}  # good blocks of pulls that ended beside the open step
 
     @initialize(budget=st.integers(3, 12), seqs=st.integers(1, 3))
     def build(self, budget: int, seqs: int) -> None:
@@ -90,18 +90,23 @@ class Machine(RuleBasedStateMachine):
     def rewind(self, data: st.DataObject, position: int) -> None:
         """At any time, for no reason; not for one with a pull, whose outcome the end of the step decides."""
         name = data.draw(st.sampled_from(sorted(self.live)))
-        if all(pull.request_id != name for pull in self.pulls):
+        if all(pull.request_id != name for pull in self.joined):
             self.sched.rewind(name, position)
 
     @precondition(lambda self: self.chunks is None)
-    @rule(data=st.data(), pull_fails=st.booleans())
-    def begin_step(self, data: st.DataObject, pull_fails: bool) -> None:
+    @rule(begins=st.booleans())
+    def begin_step(self, begins: bool) -> None:
+        """Perhaps after the pulls were begun for which there are pages; without, none is waited for."""
+        if begins:
+            self.sched.ahead.begin_waiting(self.sched.queues, self.begun)
+        else:
+            self.sched.ahead.forget_lacking()
         chunks = self.schedule()
-        for admitted in self.sched.drain_admitted():
-            if not admitted.blocks:
-                continue
-            self.pull(admitted, data.draw(st.sampled_from(admitted.blocks)) if pull_fails else None)
+        self.joined = [admitted for admitted in self.sched.drain_admitted() if admitted.blocks]
         self.chunks = chunks or None
+
+    def begun(self, it: Sequence, pull: PullAhead) -> None:
+        self.ahead.append((pull, list(it.tokens)))
 
     def schedule(self) -> list[Chunk]:
         chunks = self.sched.schedule()
@@ -109,35 +114,38 @@ class Machine(RuleBasedStateMachine):
         assert not suspects or len(chunks) == 1, "a suspect is computed with others"
         return chunks
 
-    def pull(self, admitted: AdmittedSequence, bad: int | None) -> None:
-        tokens = self.live[admitted.request_id].tokens
-        for page, block in zip(admitted.pages, admitted.blocks, strict=True):
-            poison = 0 if bad is None or block < bad else 7
-            self.model.fill([page], [block], tokens, poison=poison)
-        self.bad[admitted.request_id] = bad
-        self.pulls.append(admitted)
-
     @precondition(lambda self: self.chunks is not None)
-    @rule()
-    def end_step(self) -> None:
+    @rule(data=st.data())
+    def end_step(self, data: st.DataObject) -> None:
+        """Pulls beside the step end in it, whole or not, or are late."""
+        ends = data.draw(st.sampled_from(["whole", "some", "late"])) if self.joined else "whole"
+        joined = {admitted.request_id for admitted in self.joined}
+        if ends != "late":
+            for pull, _ in [each for each in self.ahead if each[0].request_id in joined and each[0].has_joined]:
+                self.arrive(pull, len(pull.wanted.blocks) // (2 if ends == "some" else 1))
+        self.close_step()
+
+    def close_step(self) -> None:
         """The model writes as late as it can: over whatever was wrongly given to others meanwhile."""
         assert self.chunks is not None
         sampled = self.model.execute(self.chunks)
-        self.settle()
+        for admitted in self.joined:
+            self.settle(admitted)
+        self.joined = []
         result = self.sched.complete(sampled)
         self.chunks = None
         for accepted in result.accepted:
             if accepted.finish_reason is not None:
                 self.finished(self.live.pop(accepted.request_id), accepted.finish_reason)
 
-    def settle(self) -> None:
-        for pull in self.pulls:
-            bad = self.bad.pop(pull.request_id)
-            if bad is None:
-                self.sched.confirm_pulled(pull.request_id)
-            else:
-                self.sched.rewind(pull.request_id, bad * BLOCK_TOKENS)
-        self.pulls = []
+    def settle(self, admitted: AdmittedSequence) -> None:
+        num_good = self.arrived.pop(admitted.request_id, None)
+        if num_good is None:
+            self.sched.put_back(admitted.request_id)
+        elif num_good == len(admitted.blocks):
+            self.sched.confirm_pulled(admitted.request_id)
+        else:
+            self.sched.rewind(admitted.request_id, (admitted.blocks[0] + num_good) * BLOCK_TOKENS)
 
     def finished(self, it: Sequence, reason: FinishReason) -> None:
         whole = expected(it.tokens[: it.num_prompt_tokens], it.params.max_tokens)
@@ -149,11 +157,11 @@ class Machine(RuleBasedStateMachine):
             assert it.output == whole
 
     @precondition(lambda self: self.chunks is None)
-    @rule(data=st.data(), pull_fails=st.booleans())
-    def whole_step(self, data: st.DataObject, pull_fails: bool) -> None:
-        self.begin_step(data, pull_fails)
+    @rule(data=st.data(), begins=st.booleans())
+    def whole_step(self, data: st.DataObject, begins: bool) -> None:
+        self.begin_step(begins)
         if self.chunks is not None:
-            self.end_step()
+            self.end_step(data)
 
     @precondition(lambda self: self.chunks is not None)
     @rule(isolate=st.booleans())
@@ -162,7 +170,7 @@ class Machine(RuleBasedStateMachine):
         self.sched.abandon_step()
         if isolate:
             self.sched.queues.isolate(chunk.request_id for chunk in self.chunks)
-        self.chunks, self.pulls, self.bad = None, [], {}
+        self.chunks, self.joined = None, []
 
     @precondition(lambda self: self.sched.queues.waiting)
     @rule(data=st.data(), end=st.integers(1, 5))
@@ -170,16 +178,34 @@ class Machine(RuleBasedStateMachine):
         it = data.draw(st.sampled_from(self.sched.queues.waiting))
         pull = self.sched.ahead.begin(it, end, NUM_PAGES)
         if pull is not None:
-            self.ahead.append((pull, list(it.tokens)))
+            self.begun(it, pull)
 
     @precondition(lambda self: self.ahead)
     @rule(data=st.data())
+    def let_join(self, data: st.DataObject) -> None:
+        pull, _ = data.draw(st.sampled_from(self.ahead))
+        pull.may_join = not pull.was_late
+
+    @precondition(lambda self: any(not pull.has_joined or pull.is_given_up for pull, _ in self.ahead))
+    @rule(data=st.data())
     def end_ahead(self, data: st.DataObject) -> None:
-        """It writes as late as it can; blocks from the first bad one on are wrong."""
-        pull, tokens = self.ahead.pop(data.draw(st.integers(0, len(self.ahead) - 1)))
-        num_good = data.draw(st.integers(0, len(pull.wanted.blocks)))
-        for index, (page, block) in enumerate(zip(pull.wanted.pages, pull.wanted.blocks, strict=True)):
+        """Blocks from the first bad one on are wrong, and are not pulled again."""
+        outside = [pull for pull, _ in self.ahead if not pull.has_joined or pull.is_given_up]
+        pull = data.draw(st.sampled_from(outside))
+        self.arrive(pull, data.draw(st.integers(0, len(pull.wanted.blocks))))
+
+    def arrive(self, pull: PullAhead, num_good: int) -> None:
+        """It writes as late as it can."""
+        at = next(at for at, (each, _) in enumerate(self.ahead) if each is pull)
+        _, tokens = self.ahead.pop(at)
+        wanted = pull.wanted
+        for index, (page, block) in enumerate(zip(wanted.pages, wanted.blocks, strict=True)):
             self.model.fill([page], [block], tokens, poison=0 if index < num_good else 7)
+        if pull.has_joined and not pull.is_given_up:
+            self.arrived[pull.request_id] = num_good
+        it = self.live.get(pull.request_id)
+        if it is not None and num_good < len(wanted.blocks):
+            it.ahead_limit = wanted.num_local_blocks + num_good
         self.sched.ahead.end(pull, num_good)
 
     @rule()
@@ -196,9 +222,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "sched"):
             return
         if self.chunks is not None:
-            self.end_step()
-        for pull, _ in self.ahead:
-            self.sched.ahead.end(pull, 0)
+            self.close_step()
         for _ in range(2000):
             for name in self.held:
                 self.sched.release(name)
@@ -207,17 +231,20 @@ class Machine(RuleBasedStateMachine):
                 break
             self.finish_one_step()
         assert not self.live, "somebody never ended"
+        for pull, _ in list(self.ahead):
+            self.arrive(pull, 0)
         self.sched.check_integrity()
         assert self.sched.pages.num_used == 0
 
     def finish_one_step(self) -> None:
-        chunks = self.schedule()
-        assert chunks, "stuck"
-        for admitted in self.sched.drain_admitted():
-            if admitted.blocks:
-                self.pull(admitted, None)
-        self.chunks = chunks
-        self.end_step()
+        """Pulls end one after the other; while one is under way, the others go on."""
+        self.begin_step(True)
+        if self.chunks is not None:
+            self.close_step()
+        else:
+            assert self.ahead, "stuck"
+        if self.ahead:
+            self.arrive(self.ahead[0][0], len(self.ahead[0][0].wanted.blocks))
         self.sched.check_integrity()
 
 

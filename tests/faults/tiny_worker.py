@@ -97,6 +97,11 @@ class TinyWorker(Worker):
         return len(self._decode._commits)
 
     @property
+    def num_coming(self) -> int:
+        """Prompts that wait for the engine's thread."""
+        return self._loop._inside.qsize()
+
+    @property
     def puller(self) -> Puller:
         return self.stage_service.tools.prefix.puller
 

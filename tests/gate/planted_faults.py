@@ -115,9 +115,9 @@ _PROMISES = (
         "A prefill worker pulls blocks, reports them as reused and computes them all the same.",
         (
             (
-                "worker/prefill.py",
-                "        return prompt.local_tokens + prompt.pool_tokens\n",
-                "        return prompt.local_tokens\n",
+                "engine/scheduler.py",
+                "        sequence.num_computed_tokens = len(here) * self._block_tokens\n",
+                "        sequence.num_computed_tokens = 0\n",
             ),
         ),
         ("tests/faults/test_pull_saves_computing.py::test_pulled_blocks_are_not_computed",),

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from moonpool.engine.blocks import PageManager
+from moonpool.engine.pulls_ahead import PullAhead
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.engine.sequence import Chunk, SamplingParams, Sequence
 
@@ -28,6 +29,14 @@ def sequence(request_id: str, prompt: int | Seq[int], *, start: int = 0, **more:
     params = {k: more.pop(k) for k in list(more) if k in SamplingParams.__struct_fields__}
     fields: dict[str, Any] = {"root": ROOT, "block_tokens": BLOCK_TOKENS, **more}
     return Sequence(request_id, tokens, SamplingParams(**{"max_tokens": 20, **params}), **fields)
+
+
+def pulled(sched: Scheduler, it: Sequence, end: int, max_pages: int = 100) -> PullAhead:
+    """Begins a pull of the sequence's blocks up to `end`; it may join a step before the pull is over."""
+    pull = sched.ahead.begin(it, end, max_pages)
+    assert pull is not None
+    pull.may_join = True
+    return pull
 
 
 def fold(previous: int, token: int) -> int:

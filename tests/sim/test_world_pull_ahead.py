@@ -9,16 +9,17 @@ from world_cases import BLOCK, chat, cluster, trace_of
 
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.sim.physics.hardware import node
+from moonpool.sim.physics.paper_fit import paper_cost
 from moonpool.sim.world.cluster import SimCluster
-from moonpool.sim.world.job import DONE, REFUSED, Job
-from moonpool.sim.world.pull_ahead import SimPullsAhead
+from moonpool.sim.world.job import DONE, REFUSED
 
+COST = paper_cost()
 LONG = list(range(100, 165))
 
 
-def waiting_job() -> Job:
-    """A prompt whose 8 blocks take about a second from the node's memory to its GPUs, and which comes while the worker
-    computes one of 64 blocks."""
+def test_a_prompt_that_waits_is_pulled_meanwhile() -> None:
+    """Its 8 blocks take about a second from the node's memory to its GPUs, and it comes while the worker computes a
+    prompt of 64 blocks."""
     slow = replace(node("a800"), h2d_share=1e-2)
     first, again = [(at_s, 8 * BLOCK + 1, 1, list(range(9))) for at_s in (0.0, 100.1)]
     trace = trace_of(first, (100.0, 64 * BLOCK + 1, 1, LONG), again)
@@ -30,18 +31,25 @@ def waiting_job() -> Job:
     assert (pages.owned, len(world.prefills["p0"].scheduler.ahead)) == ({}, 0), (
         "nothing is held for prompts that are gone"
     )
-    return jobs[2]
+    _, long, pulled = jobs
+    assert (pulled.local_tokens, pulled.dram_tokens) == (0, 8 * BLOCK)
+    assert long.ttft_s is not None
+    assert pulled.ttft_s is not None
+    load_s = 8 * BLOCK * 327_680 / slow.h2d_bandwidth
+    assert load_s > 0.8
+    assert pulled.arrival_s + pulled.ttft_s < long.arrival_s + long.ttft_s + 0.5 * load_s
 
 
-def test_a_prompt_that_waits_is_pulled_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = waiting_job()
-    monkeypatch.setattr(SimPullsAhead, "start", lambda *_: None)
-    in_step = waiting_job()
-    for job in (ahead, in_step):
-        assert (job.local_tokens, job.dram_tokens) == (0, 8 * BLOCK), "they are blocks of the pool either way"
-    assert ahead.ttft_s is not None
-    assert in_step.ttft_s is not None
-    assert ahead.ttft_s < in_step.ttft_s - 0.5
+def test_a_prompt_that_is_pulled_delays_no_other() -> None:
+    """One that comes while the blocks of another take a second is computed as if it were alone."""
+    slow = replace(node("a800"), h2d_share=1e-2)
+    first, again = [(at_s, 8 * BLOCK + 1, 1, list(range(9))) for at_s in (0.0, 100.0)]
+    trace = trace_of(first, again, (100.1, 4 * BLOCK, 1, list(range(200, 204))))
+    world = SimCluster(cluster(num_prefill=1, node=slow, policy=PolicyConfig(name="paper")), trace)
+    world.clock.call_at(99.0, world.prefills["p0"].scheduler.pages.drop_cached)
+    _, pulled, other = world.run()
+    assert pulled.dram_tokens == 8 * BLOCK
+    assert other.ttft_s == pytest.approx(COST.prefill.compute_s(4 * BLOCK))
 
 
 def test_requests_that_wait_in_the_conductor_have_their_blocks_promoted() -> None:

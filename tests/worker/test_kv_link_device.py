@@ -77,9 +77,9 @@ class Bench:
     def start(self, puller: Puller, compute_s: float, layers: range | None = None) -> PullJob:
         pages = tuple(range(8, 8 + NUM_BLOCKS))
         admitted = AdmittedSequence("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(self.keys))
-        return puller.start(
-            admitted, lambda *told: self.layers.append(told[:2]), lambda: None, compute_s, layers=layers
-        )
+        job = puller.start(admitted, lambda: None, compute_s, layers=layers)
+        job.listen(lambda *told: self.layers.append(told[:2]))
+        return job
 
     def pull(self, compute_s: float = ALONE, layers: range | None = None) -> PullResult:
         puller = Puller(self.store, self.pieces, IDENTITY)

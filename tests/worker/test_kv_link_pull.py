@@ -56,7 +56,9 @@ class Bench:
         def on_pieces(layers: range, blocks: range, _: object) -> None:
             self.layers += [(layer, len(blocks)) for layer in layers]
 
-        return puller.start(admitted, on_pieces, self.ended.set, layers=layers)
+        job = puller.start(admitted, self.ended.set, layers=layers)
+        job.listen(on_pieces)
+        return job
 
     def page(self, page: int) -> bytes:
         return b"".join(bytes(self.pieces.piece(page, layer)) for layer in range(LAYOUT.num_layers))
@@ -220,20 +222,51 @@ def test_waiting_is_for_one_layer_at_a_time(
     bench: Bench, puller: Puller, slow: SlowReads, bundles_per_layer: int
 ) -> None:
     job = bench.pull(puller)
-    job.wait_layer(0, 0.01)
+    assert not job.wait_layer(0, 0.01)
     assert bench.layers == []
     slow.steps[0].release(1)
     job.wait_layer(0, 0.05)
     assert bench.layers == [], "only one of the bundles is in place"
     slow.steps[0].release(1)
-    job.wait_layer(0, 5)
+    assert job.wait_layer(0, HANG_S)
     assert bench.layers == [(0, NUM_BLOCKS)]
+    assert job.wait_result(0.01) is None
     slow.steps[1].release(bundles_per_layer)
-    job.wait_layer(1, 5)
+    assert job.wait_layer(1, HANG_S)
     assert job.result is None
     slow.steps[2].release(bundles_per_layer)
     assert job.wait_end(5).num_good == NUM_BLOCKS
     job.wait_layer(2, 0)
+
+
+def test_who_listens_later_is_told_of_what_came_before(bench: Bench, puller: Puller, slow: SlowReads) -> None:
+    told: list[int] = []
+    layers: list[int] = []
+    pages = tuple(range(8, 8 + NUM_BLOCKS))
+    admitted = AdmittedSequence("r", 0, tuple(range(NUM_BLOCKS)), pages, tuple(bench.keys))
+    job = puller.start(admitted, bench.ended.set, on_layers=layers.append)
+    slow.steps[0].release(1)
+    assert job.wait_layer(0, HANG_S)
+    job.listen(lambda some, *_: told.extend(some))
+    assert told == [0]
+    slow.steps[1].release(1)
+    assert job.wait_layer(1, HANG_S)
+    job.listen(None)
+    slow.steps[2].release(1)
+    assert bench.ended.wait(HANG_S)
+    assert (told, layers) == ([0, 1], [1, 2, 3])
+
+
+def test_a_job_that_was_left_behind_before_it_began_reads_nothing(bench: Bench, puller: Puller) -> None:
+    blocked = threading.Event()
+    for _ in range(2):  # its threads
+        puller._threads.submit(blocked.wait)
+    read_nbytes = bench.store.counters()["bytes_read"]
+    job = bench.pull(puller)
+    assert job.wait_end(0.0).num_good == 0
+    blocked.set()
+    assert bench.ended.wait(HANG_S)
+    assert bench.store.counters()["bytes_read"] == read_nbytes
 
 
 def test_a_job_that_is_late_is_left_behind(
@@ -299,7 +332,7 @@ def test_jobs_do_not_wait_for_one_another(bench: Bench, store: Store, pool: Loca
 
 
 def test_the_outcome_of_a_job_wakes_who_waits_for_a_layer() -> None:
-    job = PullJob(AdmittedSequence("r", 0, (), (), ()), lambda *_: None, lambda: None, range(1))
+    job = PullJob(AdmittedSequence("r", 0, (), (), ()), lambda: None, range(1))
     threading.Timer(0.01, job.end, [PullResult(0, 0, 0.0, NotFound("gone"))]).start()
     job.wait_layer(2, 5)
     assert job.result is not None

@@ -67,18 +67,20 @@ def test_blocks_beyond_the_budget_of_pages_come_to_the_pools_memory(pool: LocalP
 
     puller, loop = Puller(store, memory, IDENTITY), Loop()
     try:
-        ahead = AheadPuller(sched, puller, Samples(), lambda _: 60.0, SystemClock())
+        ahead = AheadPuller(sched, puller, Samples(), lambda _: 60.0, lambda _: 0.0, SystemClock())
         ahead.loop = loop  # type: ignore[assignment]
         for prompt in prompts:
             prompt.num_pool_blocks = puller.count_stored(prompt.keys[:NUM_BLOCKS])
             sched.add(prompt)
-        ahead.after_schedule()
-        ahead.after_schedule()  # it asks once
+        sched.pages.allocate(7)  # the first prompt alone has room now
+        ahead.at_boundary()
+        ahead.at_boundary()  # it asks once
         wait_until(lambda: [tiers(store, prompt) for prompt in prompts[1:]] == ["dddd"] * 2, "all is in memory")
         assert tiers(store, prompts[0]) == "ssss", "the first one is pulled from SSD, into pages"
         assert pool.on_loop(pool.master.state.stats).counters["promoted"] == 2 * NUM_BLOCKS
-        wait_until(lambda: len(loop.posted) == 1, "the engine has something to do")
-        loop.posted.pop()()  # type: ignore[operator]
+        wait_until(lambda: len(loop.posted) == 2, "the engine is told that the prompt may join, and of the end")
+        for action in loop.posted:
+            action()  # type: ignore[operator]
         assert sched.ahead.end_of("r0") == sched.ahead.num_pages == NUM_BLOCKS
     finally:
         puller.close()

@@ -195,3 +195,28 @@ def test_a_loop_that_was_never_started_can_be_closed() -> None:
     bench.loop.close()
     with pytest.raises(Cancelled):
         waiting.result(1)
+
+
+def test_what_may_run_inside_a_step_runs_there_or_else_after_it(bench: Bench) -> None:
+    ran: list[tuple[str, bool]] = []
+    work = bench.engine.step
+
+    def step() -> list[Any]:
+        bench.engine.in_step = True
+        early = bench.loop.call_inside(lambda: ran.append(("early", bench.engine.in_step)))
+        assert bench.loop.run_inside()
+        assert not bench.loop.run_inside()
+        assert early.done()
+        bench.loop.call_inside(lambda: ran.append(("late", bench.engine.in_step)))
+        return work()
+
+    bench.engine.step = step  # type: ignore[method-assign]
+    bench.give_work(1)
+    wait_until(lambda: len(ran) == 2, "both have run")
+    assert ran == [("early", True), ("late", False)]
+
+
+def test_what_may_run_inside_a_step_is_refused_when_the_loop_has_ended(bench: Bench) -> None:
+    bench.loop.close()
+    with pytest.raises(Cancelled):
+        bench.loop.call_inside(lambda: None).result(HANG_S)

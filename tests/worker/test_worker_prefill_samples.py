@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,6 +50,8 @@ class Bench:
             times=self.times,
         )
 
+        self.role.loop = cast(Any, SimpleNamespace(run_inside=lambda: False))
+
     def add(self, name: str, start: int, num_tokens: int) -> None:
         spec = RequestSpec(
             request_id=name,
@@ -65,13 +68,19 @@ class Bench:
         """The step waits for these."""
         self.role._jobs = cast(Any, list(jobs))
 
+    def stall(self, seconds: float) -> Callable[..., bool]:
+        def wait_layer(*_: object) -> bool:
+            self.clock.advance(seconds)
+            return True
+
+        return wait_layer
+
     def step(self, computing_s: float, stalled_s: float = 0.0) -> None:
         chunks = self.scheduler.schedule()
         self.times.begin(chunks)
         hooks = self.role.begin_step(chunks, self.scheduler.drain_admitted())
         if stalled_s:
-            waiting = SimpleNamespace(wait_layer=lambda *_: self.clock.advance(stalled_s))
-            self.pull(waiting)
+            self.pull(SimpleNamespace(admitted=SimpleNamespace(request_id="another"), wait_layer=self.stall(stalled_s)))
             hooks.before_layer(0)
             self.pull()
         self.clock.advance(computing_s)

@@ -12,19 +12,19 @@ step are available when the step has left the last stage. Each node pulls, store
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 from moonpool.base.cluster import PrefillSample
 from moonpool.engine.jumping import JumpingScheduler
-from moonpool.engine.sequence import AdmittedSequence, Chunk
+from moonpool.engine.pulls_ahead import PullAhead
+from moonpool.engine.sequence import AdmittedSequence, Chunk, Sequence
 from moonpool.sim.physics.cost import PrefillCost, StagePipeline
 from moonpool.sim.world.clock import Handle, SimClock
 from moonpool.sim.world.job import Job
 from moonpool.sim.world.pool import PoolHit, Run, SimPool, Sources
 from moonpool.sim.world.pull_ahead import SimPullsAhead
-from moonpool.sim.world.pulled import count_sources, find_prefix, pull_sample
+from moonpool.sim.world.pulled import count_sources, find_prefix
 from moonpool.sim.world.reporter import SimReporter
 from moonpool.sim.world.sequence import TOKEN, SimSequence
 from moonpool.sim.world.turns import EngineTurns
@@ -110,9 +110,17 @@ class PrefillWorker:
             self.scheduler,
             pool,
             nbytes,
+            self._stage_layers if self._num_layers > 1 else 1,
+            self._own_compute_s,
             lambda sample: reporter.pulls.append(sample),
             self._begin_step,
         )
+
+    def _own_compute_s(self, sequence: Sequence, num_blocks: int) -> float:
+        """Return how long a step computes a sequence alone, behind this many blocks."""
+        start = num_blocks * self._block_tokens
+        end = min(sequence.num_tokens, start + self.scheduler.config.max_batch_tokens)
+        return (self._cost.base_s + self._cost.work_s(end, start)) / self._num_stages
 
     def submit(self, job: Job, present_tokens: int) -> None:
         """Add a job whose pages at the decode worker are reserved; the KV of `present_tokens` is there already."""
@@ -131,6 +139,8 @@ class PrefillWorker:
         self._jobs[job.request_id] = job
         self._present[job.request_id] = present_tokens
         self.scheduler.add(sequence)
+        if self._chunks and self._ahead is not None:
+            self._ahead.begin(self._pool_hits)
         self._begin_step()
 
     def cancel(self, job: Job) -> None:
@@ -177,6 +187,8 @@ class PrefillWorker:
         """Start a step, unless one is under way or there is nothing to compute."""
         if self._chunks or not self._turns.begin(self):
             return
+        if self._ahead is not None:
+            self._ahead.begin(self._pool_hits)
         self._chunks = chunks = self.scheduler.schedule()
         if not chunks:
             self._turns.end(self)
@@ -184,7 +196,7 @@ class PrefillWorker:
         now_s = self._step_began_s = self._clock.now_s
         self._admitted = self.scheduler.drain_admitted()
         for entry in self._admitted:
-            self._start_pull(entry)
+            self._admit(entry)
         cost, compute_s = self._cost, self._cost.base_s
         for chunk in chunks:
             work_s = cost.work_s(chunk.end, chunk.start)
@@ -198,8 +210,6 @@ class PrefillWorker:
         if self._num_layers > 1:
             self._send_kv(chunks, now_s)
         self._computing = self._clock.call_at(now_s + compute_s, self._computed)
-        if self._ahead is not None and self.scheduler.queues.waiting:
-            self._ahead.start(self._pool_hits)
 
     def _pass_activations(self, chunks: list[Chunk]) -> None:
         """Send the activations from each stage to the next; the step waits for them."""
@@ -209,54 +219,29 @@ class PrefillWorker:
             self._num_loading += 1
             self._clock.send((f"{node}/nic_out", f"{following}/nic_in"), nbytes, lambda: self._loaded(incarnation))
 
-    def _start_pull(self, entry: AdmittedSequence) -> None:
+    def _admit(self, entry: AdmittedSequence) -> None:
+        """Count where the KV of a prompt that enters the batch comes from; the step waits for what is on its way."""
         job = self._jobs[entry.request_id]
         job.prefill_start_s, job.alone_s = self._clock.now_s, 0.0
         job.local_tokens = (entry.num_local_blocks - entry.num_ahead_blocks) * self._block_tokens
         found = self._pool_hits.pop(entry.request_id, None)
         ahead = {} if self._ahead is None else self._ahead.take(entry.request_id, entry.num_ahead_blocks)
-        if ahead:
-            self._count_hits(job, ahead)
-        if not entry.blocks or found is None or self._pool is None:
+        beside: Sources = {}
+        if entry.blocks and found is not None and self._ahead is not None:
+            beside = found.sources(entry.blocks[0], entry.blocks[-1] + 1)
+            self._num_loading += 1
+            incarnation = self._incarnation
+            self._ahead.join(entry.request_id, lambda pull: self._pulled(pull, job, ahead, incarnation))
+        if ahead or beside:
+            count_sources(job, self._stages.nodes, self._block_tokens, ahead, beside)
+
+    def _pulled(self, pull: PullAhead, job: Job, ahead: Sources, incarnation: int) -> None:
+        if incarnation != self._incarnation:
             return
-        self._num_loading += 1
-        incarnation, left = self._incarnation, [0]
-
-        def loaded() -> None:
-            left[0] -= 1
-            if not left[0] and incarnation == self._incarnation:
-                self._pulled(entry, sources)
-
-        def lost(source: str) -> None:
-            if incarnation == self._incarnation:
-                self._pull_failed(job, entry, found, source, ahead)
-            loaded()
-
-        nbytes = self._block_tokens * self._token_nbytes / self._num_stages
-        sources = found.sources(entry.blocks[0], entry.blocks[-1] + 1)
-        self._count_hits(job, ahead, sources)
-        for (source, on_ssd), count in sources.items():
-            for node in self._stages.nodes:
-                left[0] += 1
-                self._clock.send(self._pool.route(source, node, on_ssd), count * nbytes, loaded, partial(lost, source))
-
-    def _count_hits(self, job: Job, *sources: Sources) -> None:
-        count_sources(job, self._stages.nodes, self._block_tokens, *sources)
-
-    def _pull_failed(self, job: Job, entry: AdmittedSequence, found: PoolHit, source: str, ahead: Sources) -> None:
-        """Handle the loss of a source node during a pull: compute everything from its first block on."""
-        first = found.first_of(source, entry.blocks[0])
-        first = self._missing[entry.request_id] = min(first, self._missing.get(entry.request_id, first))
-        if entry.request_id not in self._ignored:
-            self._count_hits(job, ahead, found.sources(entry.blocks[0], first))
-
-    def _pulled(self, entry: AdmittedSequence, sources: Sources) -> None:
-        seconds = self._clock.now_s - self._step_began_s
-        if entry.request_id not in self._missing:
-            block_nbytes = self._block_tokens * self._token_nbytes
-            self._reporter.pulls.append(pull_sample(sources, block_nbytes, seconds, self._stages.nodes))
+        if pull.num_good < len(pull.wanted.blocks) and pull.request_id not in self._ignored:
+            self._missing[pull.request_id] = pull.end
+            count_sources(job, self._stages.nodes, self._block_tokens, ahead)
         # The last layer has only just arrived and has to be computed yet.
-        incarnation = self._incarnation
         self._clock.call_at(self._clock.now_s + self._compute_s / self._stage_layers, lambda: self._loaded(incarnation))
 
     def _loaded(self, incarnation: int) -> None:

@@ -66,7 +66,7 @@ class SimSequence(Sequence):
         self.root = b""
         self.block_tokens = block_tokens
         self.keys = keys
-        self.pool_start_block = self.num_pool_blocks = 0
+        self.num_pool_blocks = 0
         self.prefill_only, self.hold_pages = prefill_only, hold_pages
         self.status = SequenceStatus.NEW
         self.arrival = self.limit = 0

@@ -36,7 +36,7 @@ class DeviceProbe(PoolProbe):
         try:
             for at, number in enumerate(_NUM_BLOCKS):
                 wanted = AdmittedSequence("probe", 0, tuple(range(number)), (0,) * number, (key,) * number)
-                result = puller.start(wanted, lambda *_: None, lambda: None, compute_s=0.0).wait_end(_TIMEOUT_S)
+                result = puller.start(wanted, lambda: None, compute_s=0.0).wait_end(_TIMEOUT_S)
                 if result.num_good < number:
                     return
                 if at > 0:

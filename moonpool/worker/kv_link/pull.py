@@ -26,7 +26,7 @@ from moonpool.worker.kv_link.device_pieces import DevicePieces, PullLane
 from moonpool.worker.kv_link.device_pull import DevicePull, goes_by_layer
 from moonpool.worker.kv_link.pieces import HostPieces, PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolHealth
-from moonpool.worker.kv_link.pull_job import PieceListener, PullJob, PullResult, StoredBlocks
+from moonpool.worker.kv_link.pull_job import PullJob, PullResult, StoredBlocks
 
 _BUNDLE_NBYTES = 2 * 1024 * 1024  # read together, in the time that the pool has for one answer
 _NUM_UNDER_WAY = 4  # bundles of one job
@@ -56,7 +56,7 @@ class Puller:
         self._has_seen_ssd = False  # some block was on SSD alone
         self._lanes: list[PullLane] = []  # not in use
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pull")
-        self._ahead_thread = ThreadPoolExecutor(1, thread_name_prefix="pull-ahead")
+        self._answer_thread = ThreadPoolExecutor(1, thread_name_prefix="pull-answer")
         self._promote_thread = ThreadPoolExecutor(1, thread_name_prefix="promote")  # short calls: they wait for no pull
 
     @property
@@ -67,6 +67,10 @@ class Puller:
     @property
     def page_nbytes(self) -> int:
         return self._memory.layout.page_nbytes
+
+    @property
+    def num_layers(self) -> int:
+        return self._memory.layout.num_layers
 
     def count_stored(self, keys: list[bytes]) -> int:
         """Return how many leading blocks the pool holds now; 0 when it cannot be asked. Blocks the calling thread."""
@@ -113,31 +117,34 @@ class Puller:
     def start(
         self,
         admitted: AdmittedSequence,
-        on_pieces: PieceListener,
         on_end: Callable[[], None],
         compute_s: float = math.inf,
-        ahead: bool = False,
         layers: range | None = None,
+        on_layers: Callable[[int], None] = lambda _: None,
+        is_answer: bool = False,
     ) -> PullJob:
-        """Start a pull, of all layers or of these. `on_end` is called when the puller no longer writes to the pages.
-        Both callbacks run on a thread of the puller. `compute_s` is about how long the step computes beside the pull.
-        Pulls `ahead`, which no step waits for, have a thread of their own, so that they delay no other.
+        """Start a pull, of all layers or of these. `on_end` is called when the puller no longer writes to the pages,
+        `on_layers` as PullJob says; both run on a thread of the puller. `compute_s` is about how long a step computes
+        beside the pull. Pulls of answers have a thread of their own, so that they delay no prompt.
         """
         memory = self._memory
         compute_after = memory.compute_after if isinstance(memory, DevicePieces) else None
-        job = PullJob(admitted, on_pieces, on_end, layers or range(memory.layout.num_layers), compute_after)
+        job = PullJob(admitted, on_end, layers or range(memory.layout.num_layers), on_layers, compute_after)
         # Earlier steps may still use these pages.
-        threads = self._ahead_thread if ahead else self._threads
+        threads = self._answer_thread if is_answer else self._threads
         threads.submit(self._run, job, memory.mark(), compute_s)
         return job
 
     def close(self) -> None:
         """Wait for running jobs. Idempotent."""
-        for threads in (self._threads, self._ahead_thread, self._promote_thread):
+        for threads in (self._threads, self._answer_thread, self._promote_thread):
             threads.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: PullJob, after: ReadyPoint | None, compute_s: float) -> None:
-        started_s = self._clock.now_s()
+        job.began_s = started_s = self._clock.now_s()
+        if job.left_behind:
+            job.end(PullResult(0, 0, 0.0))
+            return
         sessions: list[ReadSession] = []
         layers_s: list[float] = []
         failure: MoonpoolError | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NotFound
 from moonpool.base.keys import object_key
@@ -32,6 +32,10 @@ class PullResult:
     is_near: bool = False  # all of them came from this machine
     layers_s: tuple[float, ...] = ()  # seconds after its start at which each layer was in place; empty on a GPU
 
+    def behind(self, earlier: PullResult) -> PullResult:
+        """Return this outcome with the blocks of an earlier pull for the same request counted."""
+        return replace(self, num_ssd=self.num_ssd + earlier.num_ssd, num_remote=self.num_remote + earlier.num_remote)
+
 
 PieceListener = Callable[[range, range, ReadyPoint | None], None]
 """Called with (layers, blocks) whose pieces are in place once the point is reached; blocks count from the first one of
@@ -41,8 +45,8 @@ are good.
 
 
 class PullJob:
-    """Some layers of one request's blocks on their way into pages. The engine's thread waits; the puller's threads call
-    the rest.
+    """Some layers of one request's blocks on their way into pages. The engine's thread waits and listens; the puller's
+    threads call the rest.
 
     On a GPU, `compute_after` lets the engine's stream wait for a point.
     """
@@ -50,35 +54,54 @@ class PullJob:
     def __init__(
         self,
         admitted: AdmittedSequence,
-        on_pieces: PieceListener,
         on_end: Callable[[], None],
         layers: range,
+        on_layers: Callable[[int], None] = lambda _: None,
         compute_after: Callable[[ReadyPoint], None] | None = None,
     ) -> None:
+        """`on_layers` is called with the layer before which all are in place, each time there are more."""
         self.admitted, self.layers = admitted, layers
         self._compute_after = compute_after
         self.result: PullResult | None = None
         self.left_behind = False  # the engine has stopped waiting for it
         self.moved_nbytes = self.moved_ssd_nbytes = 0  # so far, as whole pieces
-        self._on_pieces = on_pieces
-        self._on_end = on_end
+        self.began_s: float | None = None  # None: it waits for a thread
+        self._on_pieces: PieceListener | None = None
+        self._passed: list[tuple[range, range, ReadyPoint | None]] = []  # what the listener is told of, or will be
+        self._on_layers, self._on_end = on_layers, on_end
         self._num_layers = 0
         self._ready: dict[int, ReadyPoint] = {}  # by layer; on a GPU
         self._changed = threading.Condition()
 
-    def wait_layer(self, layer: int, timeout_s: float) -> None:
-        """Return when the layer's pieces are in place, the job is over (see `result`), or after `timeout_s`. On a GPU
-        this is when their copies are started, and what the engine computes from now on waits for them.
+    def listen(self, on_pieces: PieceListener | None) -> None:
+        """Tell `on_pieces` of all pieces that are in place, and of the others when they come; None: of no more."""
+        with self._changed:
+            self._on_pieces = on_pieces
+            if on_pieces is not None:
+                for passed in self._passed:
+                    on_pieces(*passed)
+
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+        """Return True when the layer's pieces are in place or the job is over (see `result`), False after `timeout_s`.
+        On a GPU they are in place when their copies are started, and what the engine computes from now on waits for
+        them.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._num_layers > layer or self.result is not None, timeout_s)
+            is_here = self._changed.wait_for(lambda: self._num_layers > layer or self.result is not None, timeout_s)
             ready = self._ready.get(layer)
         if ready is not None and self._compute_after is not None:
             self._compute_after(ready)
+        return is_here
+
+    def wait_result(self, timeout_s: float) -> PullResult | None:
+        """Return the outcome; None if there is none in time, and the job goes on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.result is not None, timeout_s)
+            return self.result
 
     def wait_end(self, timeout_s: float) -> PullResult:
-        """Return the outcome. If there is none in time, the job is left behind for good: `on_pieces` is not called any
-        more, and the pages stay the puller's until it calls `on_end`.
+        """Return the outcome. If there is none in time, the job is left behind for good: its listener is told of no
+        more pieces, and the pages stay the puller's until it calls `on_end`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.result is not None, timeout_s):
@@ -95,7 +118,10 @@ class PullJob:
     def pass_on(self, layers: range, blocks: range, ready: ReadyPoint | None = None) -> None:
         """Tell the listener that these pieces are in place once `ready` is reached."""
         with self._changed:
-            if not self.left_behind:  # under the lock, so that no call follows once wait_end() has given up
+            if self.left_behind:  # under the lock, so that no call follows once wait_end() has given up
+                return
+            self._passed.append((layers, blocks, ready))
+            if self._on_pieces is not None:
                 self._on_pieces(layers, blocks, ready)
 
     def layers_done(self, layers: range, ready: ReadyPoint | None = None) -> None:
@@ -105,6 +131,7 @@ class PullJob:
             if ready is not None:
                 self._ready |= dict.fromkeys(layers, ready)
             self._changed.notify_all()
+        self._on_layers(layers.stop)
 
     def end(self, result: PullResult) -> None:
         with self._changed:

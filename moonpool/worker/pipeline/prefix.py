@@ -77,7 +77,7 @@ class PrefixPuller:
             on_end()
 
         wanted = AdmittedSequence(prompt.name, 0, blocks, prompt.pages[: len(keys)], tuple(keys))
-        return self.puller.start(wanted, lambda *_: None, ended, compute_s=0.0, layers=prompt.layers)
+        return self.puller.start(wanted, ended, compute_s=0.0, layers=prompt.layers)
 
     def _count(self, job: PullJob, result: PullResult, waited_s: float) -> None:
         now_s = self._clock.now_s()
