@@ -4,6 +4,7 @@ comes by a signal (hang_site/sitecustomize.py)."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -22,7 +23,7 @@ HANGS = "the engine's thread hangs, so this process ends: "
 def test_a_worker_whose_kernel_spins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, waits: str
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "hang_site"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "hang_site"), prepend=os.pathsep)
     monkeypatch.setenv("MOONPOOL_STEP_LIMIT_S", "6")
     monkeypatch.setenv("MOONPOOL_PREPARE_LIMIT_S", "30")
     options = ("--model", str(small_model(tmp_path / "small")), "--random-weights", "--device", "cuda")

@@ -3,6 +3,7 @@ slow engine and a stopped process are not ended. Signals make engines sleep (han
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ HANGS = "the engine's thread hangs, so this process ends: a posted function has 
 
 
 def test_a_worker_whose_engine_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "hang_site"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "hang_site"), prepend=os.pathsep)
     monkeypatch.setenv("MOONPOOL_STEP_LIMIT_S", str(STEP_LIMIT_S))
     model = small_model(tmp_path / "small")
     with running(tmp_path, "--model", str(model), "--random-weights", "--prefill", "2") as service:
