@@ -7,11 +7,12 @@ numbered from 1 after each registration; the first one's `cached` is the whole c
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Whole
+from moonpool.base.ranges import ChainKey, Count, Positive, RequestName, Seconds, Tokens, Whole
 from moonpool.base.rpc import Call, SilenceLimits
 
 # Of connections that a request waits for, so that a machine that is cut off delays it by 3 s and not by 10. The
@@ -21,6 +22,7 @@ CONDUCTOR_SERVICE = "conductor"
 WORKER_SERVICE = "worker"
 LAUNCHER_SERVICE = "launcher"
 FRONTEND_SERVICE = "frontend"  # asked by the other front ends of its port
+MAX_REPORTED = 4096  # requests, and samples of a kind, that one report names; further requests are in the next ones
 
 
 class WorkerRole(StrEnum):
@@ -46,7 +48,6 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: Positive = 1  # workers that compute a long prompt together, this one included; 1: it is computed alone
     fixed: bool = True  # only a person changes its role; False: the conductor may, as the load moves
     lease: Whole = 0  # of the conductor that last changed its role
-    num_conductors: Positive = 1  # that it reports to
     kind: str = ""  # the processor that it computes with; workers of one kind share cost models
     leaves: bool = False  # it drains: it takes nothing new, and its process ends when it has nothing left to do
     host: str = ""  # its machine, as nodes of the pool name theirs; "": not known
@@ -103,6 +104,24 @@ class PullSample(msgspec.Struct, frozen=True, array_like=True):
     is_near: bool = False  # all bytes came from the worker's own machine
 
 
+class ReportedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What is left of a request's prompt, at a prefill worker or, until it decodes, at its decode worker.
+
+    The prompt has `reused_tokens + uncomputed_tokens` tokens. The KV of the first ones is here, or will be when the
+    prompt is begun. A decode worker computes no prompt: to it all tokens are uncomputed until the request decodes, and
+    none afterwards.
+    """
+
+    request_id: RequestName
+    uncomputed_tokens: Tokens
+    reused_tokens: Tokens = 0
+    max_tokens: Tokens = 0  # of the answer that is decoded here; 0: another worker decodes it
+
+
+_Requests: TypeAlias = Annotated[tuple[ReportedRequest, ...], Meta(max_length=MAX_REPORTED)]
+_RequestNames: TypeAlias = Annotated[tuple[RequestName, ...], Meta(max_length=MAX_REPORTED)]
+
+
 class RegisterWorker(Call[None]):
     """Replaces an earlier registration of that name. A worker that leaves registers once more, so that every conductor,
     also one that starts later, knows that it drains; it then sends no reports. IdentityMismatch when the other workers
@@ -133,13 +152,24 @@ class CountOthers(Call[int]):
     role: WorkerRole
 
 
-class ReportWorker(Call[AssignedRole | None]):
+class ReportAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The conductor's answer to a report. `assigned` is the role that the worker should take: it then registers again
+    with that role; None: nothing changes."""
+
+    interval_s: Seconds = 0.0  # until the next report, at least; so many workers do not report more than it can read
+    assigned: AssignedRole | None = None
+
+
+class ReportWorker(Call[ReportAnswer]):
     """A key is in at most one of `cached` and `dropped`: what it is after all changes since the last report. `arrived`
     are the requests that came to this decode worker since then: `load` counts their pages, as reserved or as waiting.
     The engine's task under way has taken `step_s` seconds without progress, and is overdue after `step_due_s`; `load`
     and changes are those before it.
 
-    Returns the role that the worker should take: it then registers again with that role. None: nothing changes.
+    `requests` are those whose numbers have changed since the last report, new ones in the order in which they came, and
+    `gone` those that are no longer here. The first report after a registration begins the list. What does not fit into
+    one report is in the next ones. A request is in at most one of the two.
+
     NotFound when this incarnation is not registered or a report is missing: register again and report all.
     """
 
@@ -149,10 +179,12 @@ class ReportWorker(Call[AssignedRole | None]):
     load: WorkerLoad
     cached: tuple[ChainKey, ...] = ()
     dropped: tuple[ChainKey, ...] = ()
-    prefills: tuple[PrefillSample, ...] = ()
-    decodes: tuple[DecodeSample, ...] = ()
-    pulls: tuple[PullSample, ...] = ()
-    arrived: tuple[str, ...] = ()
+    prefills: Annotated[tuple[PrefillSample, ...], Meta(max_length=MAX_REPORTED)] = ()
+    decodes: Annotated[tuple[DecodeSample, ...], Meta(max_length=MAX_REPORTED)] = ()
+    pulls: Annotated[tuple[PullSample, ...], Meta(max_length=MAX_REPORTED)] = ()
+    arrived: _RequestNames = ()
+    requests: _Requests = ()
+    gone: _RequestNames = ()
     step_s: Seconds = 0.0
     step_due_s: Seconds = 0.0
 

@@ -14,6 +14,7 @@ MAX_WHOLE = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_TOKENS = 2**24  # of one request; a loop over the blocks of a longer one would hold its process up
 MAX_SECONDS = 1e9
+MAX_NAME = 256  # characters of a request's id
 
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]  # identifiers, generations, offsets, bytes
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # of things, tokens and pages
@@ -21,4 +22,5 @@ Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Signed: TypeAlias = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 ChainKey: TypeAlias = Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
+RequestName: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]

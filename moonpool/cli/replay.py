@@ -33,6 +33,7 @@ from moonpool.sim.systems import (
     Goals,
     System,
     system,
+    with_conductors,
     with_failures,
     with_pipelines,
     with_roles,
@@ -78,6 +79,9 @@ FailOption: TypeAlias = Annotated[
 PipelineOption: TypeAlias = Annotated[
     int, typer.Option(min=1, help="prefill workers that compute a long prompt together, as `serve --pipeline`")
 ]
+ConductorsOption: TypeAlias = Annotated[
+    int, typer.Option(min=1, help="conductors that route an equal part of the requests each, as `serve --conductors`")
+]
 ElasticOption: TypeAlias = Annotated[
     bool, typer.Option("--elastic", help="nodes change their roles as the load moves, as with `serve --elastic`")
 ]
@@ -108,6 +112,7 @@ def command(
     prefill: Annotated[int | None, typer.Option(help="number of prefill nodes; default: half of the nodes")] = None,
     pipeline_nodes: Annotated[int, typer.Option(min=1, help="prefill nodes per worker, as a pipeline")] = 1,
     pipeline: PipelineOption = 1,
+    conductors: ConductorsOption = 1,
     elastic: ElasticOption = False,
     roles: RoleChangeOption = None,
     fails: FailOption = None,
@@ -124,7 +129,9 @@ def command(
     _refuse_unwritable(report, force)
     failures = tuple(parse_failure(each) for each in fails or [])
     moves = tuple(parse_role_change(each) for each in roles or [])
-    chosen = _systems(systems, features_off or [], _Asked(pipeline_nodes, pipeline, failures, elastic, moves))
+    chosen = _systems(
+        systems, features_off or [], _Asked(pipeline_nodes, pipeline, conductors, failures, elastic, moves)
+    )
     goals = Goals(_target(ttft, "--ttft"), _target(tbt, "--tbt"), seed, admission)
     fleet = make_fleet(
         model=model,
@@ -167,13 +174,15 @@ class _Asked(NamedTuple):
 
     pipeline_nodes: int
     pipeline: int
+    conductors: int
     failures: tuple[Failure, ...]
     elastic: bool
     moves: tuple[RoleChange, ...]
 
     @property
     def anything(self) -> bool:
-        return bool(self.failures or self.elastic or self.moves or self.pipeline_nodes > 1 or self.pipeline > 1)
+        several = max(self.pipeline_nodes, self.pipeline, self.conductors) > 1
+        return bool(self.failures or self.elastic or self.moves or several)
 
 
 def _systems(names: list[str] | None, features_off: list[str], asked: _Asked) -> list[System]:
@@ -186,6 +195,7 @@ def _with(chosen: System, asked: _Asked) -> System:
     chosen = with_roles(chosen, asked.elastic, asked.moves) if asked.elastic or asked.moves else chosen
     chosen = with_pipelines(chosen, asked.pipeline_nodes) if asked.pipeline_nodes > 1 else chosen
     chosen = with_shared_prompts(chosen, asked.pipeline) if asked.pipeline > 1 else chosen
+    chosen = with_conductors(chosen, asked.conductors) if asked.conductors > 1 else chosen
     return with_failures(chosen, asked.failures) if asked.failures else chosen
 
 

@@ -9,15 +9,18 @@ it. Samples far from the prediction weigh less.
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from operator import mul
+from typing import TypeVar
 
 from moonpool.base.cluster import DecodeSample, PrefillSample, PullSample
 from moonpool.conductor.messages import DecisionRecord, PredictionError
 
+S = TypeVar("S")
 _WINDOW = 256
 _MAX_ERROR = 100.0  # no single error counts for more
 _SINGULAR = 1e-300
@@ -190,6 +193,29 @@ class LearnedCost:
     def _rescale(self, ratio: float, weight: float) -> None:
         step = weight * max(_SCALE_STEP, 1 / (self.num_samples + 1))
         self._log_scale += step * (math.log(ratio) - self._log_scale)
+
+
+_LEARNT_PER_S, _MAX_BURST = 100.0, 1000.0  # samples of a kind; each takes about 50 us
+
+
+class SampleThinning:
+    """Leaves samples of one kind out where there are many: a model follows the last fifty, and a thousand busy workers
+    measure 30,000 steps in a second. Which ones is left to chance, so every worker's samples count."""
+
+    def __init__(self) -> None:
+        self._left, self._at_s = _MAX_BURST, 0.0
+        self._draw = random.Random(0)
+
+    def take(self, samples: Sequence[S], now_s: float) -> Sequence[S]:
+        """Return the samples to learn from."""
+        if not samples:
+            return samples
+        self._left = min(_MAX_BURST, self._left + _LEARNT_PER_S * max(0.0, now_s - self._at_s))
+        self._at_s = now_s
+        if len(samples) > self._left:
+            samples = self._draw.sample(samples, int(max(0.0, self._left) + self._draw.random()))
+        self._left -= len(samples)
+        return samples
 
 
 # The priors have the shape of the paper's cost model and the size of a small model on a CPU; the first sample scales

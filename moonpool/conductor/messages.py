@@ -73,6 +73,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     # prefill workers that compute the first layers, chunk by chunk, before `prefill`, which computes the last ones
     stages: tuple[WorkerRef, ...] = ()
     chunk_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt, which `prefill` is predicted not to compute
     # the decode worker, which is also `prefill`, brings the KV from the pool itself and goes on
     resumes: bool = False
 

@@ -11,6 +11,7 @@ from moonpool.base.errors import IdentityMismatch
 from moonpool.conductor.admission.forms import DecodeNow, Verdict
 from moonpool.conductor.demand import UnmetWork
 from moonpool.conductor.messages import WorkerRef, WorkerStatus
+from moonpool.conductor.other_requests import OtherRequests
 from moonpool.conductor.placement.policy import PlacementChoice, PlacementInput
 from moonpool.conductor.placement.tables import Backlog
 
@@ -31,7 +32,7 @@ class DecodeBatch(NamedTuple):
 @dataclass(eq=False, slots=True)
 class Registration:
     """A registered worker, with the requests that were sent to it. Of the requests sent to a decode worker, some are
-    still at their prefill worker; the others have joined."""
+    still at their prefill worker; the others have joined. `others` are those that other conductors have sent."""
 
     info: WorkerInfo
     load: WorkerLoad
@@ -43,19 +44,20 @@ class Registration:
     unreported_pages: int = 0  # of prompts that were sent here and were not here yet at the last report
     num_joined: int = 0
     joined_tokens: int = 0
+    others: OtherRequests = field(default_factory=OtherRequests)
     is_overdue: bool = False  # its engine, by its last report
     num_looks: int = 0  # of this conductor since the last report
+    asked_s: float = 0.0  # the interval that this conductor asks for
 
     @property
     def is_late(self) -> bool:
         """Whether the engine or the reports do not go on. Looks are counted, not seconds: while this process stands
         still it does not look, and that time does not count."""
-        return self.is_overdue or self.num_looks * LOOK_S > max(
-            _LEAST_SILENT_S, _SILENT_TIMES * self.info.report_every_s
-        )
+        silent_s = max(_LEAST_SILENT_S, _SILENT_TIMES * self.info.report_every_s) + self.asked_s
+        return self.is_overdue or self.num_looks * LOOK_S > silent_s
 
-    def reported(self, call: ReportWorker) -> None:
-        self.load, self.is_overdue, self.num_looks = call.load, call.is_overdue, 0
+    def reported(self, call: ReportWorker, asked_s: float) -> None:
+        self.load, self.is_overdue, self.num_looks, self.asked_s = call.load, call.is_overdue, 0, asked_s
 
     @property
     def is_prefill(self) -> bool:
@@ -67,20 +69,23 @@ class Registration:
 
     @property
     def decode_now(self) -> DecodeNow:
-        """The larger of the requests that have joined and those that the worker reports: reports lag, and after a
-        restart the conductor knows fewer requests."""
-        load = self.load
-        return DecodeNow(max(self.num_joined, load.num_running), max(self.joined_tokens, load.running_tokens))
+        """The larger of the requests known to have joined and the batch that the worker reports: reports lag, and
+        answers have grown beyond their prompts."""
+        load, others = self.load, self.others
+        return DecodeNow(
+            max(self.num_joined + others.num_decoding, load.num_running),
+            max(self.joined_tokens + others.decoding_tokens, load.running_tokens),
+        )
 
     @property
     def decode_load(self) -> DecodeBatch:
-        """The larger of what was sent to the worker and what it reports: reports lag, and the worker may have requests
-        that this conductor does not know. Free pages are those that the worker reports, less those that requests wait
-        for there, less those of prompts that it has not reported yet."""
-        load = self.load
+        """The larger of the requests known to be sent to the worker and the batch that it reports, as above. Free pages
+        are those that the worker reports, less those that requests wait for there, less those of prompts that it has
+        not reported yet."""
+        load, others = self.load, self.others
         return DecodeBatch(
-            num_seqs=max(self.num_decoding, load.num_running + load.num_waiting),
-            kv_tokens=max(self.decoding_tokens, load.running_tokens),
+            num_seqs=max(self.num_decoding + len(others.answers), load.num_running + load.num_waiting),
+            kv_tokens=max(self.decoding_tokens + others.answer_tokens, load.running_tokens),
             free_pages=load.free_pages - load.waiting_pages - self.unreported_pages,
         )
 

@@ -18,9 +18,9 @@ from moonpool.base.clock import Clock, SystemClock
 from moonpool.base.cluster import (
     CONDUCTOR_SERVICE,
     REQUEST_LIMITS,
-    AssignedRole,
     CountOthers,
     RegisterWorker,
+    ReportAnswer,
     ReportWorker,
     RetiredWorkers,
     WorkerInfo,
@@ -53,12 +53,16 @@ from moonpool.conductor.placement.prefix_index import MAX_POOL_BLOCKS, PrefixInd
 from moonpool.conductor.pool_feed import PoolFeed
 from moonpool.conductor.record_keeper import RecordKeeper
 from moonpool.conductor.registration import LOOK_S, Registration
+from moonpool.conductor.report_pace import ReportPace
 from moonpool.conductor.request_queue import QueueAnswer, RequestQueue
 from moonpool.conductor.role_lease import RoleLease
 from moonpool.conductor.state import ConductorState
 
 _LOG = logging.getLogger(__name__)
 _SHARED_METRICS_S = 150.0  # more than two of Prometheus' usual intervals
+# Requests that wait are looked at this long after a report: a look costs as much as a route, and a thousand workers
+# send ten reports in this time. After the end of a request or of its prefill the look is immediate.
+_LOOK_AFTER_REPORT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class Conductor:
         self._keeper = RecordKeeper(self._state, self._feed)
         self._front_ends: set[RpcPeer] = set()
         self._lost = LostWorkers()
+        self._pace = ReportPace()
         self._late: frozenset[str] = frozenset()  # workers that the log names last
         self._shared_metrics: _MetricsClaim | None = None
         self._server = self._make_server(silence_limits or REQUEST_LIMITS)
@@ -214,14 +219,17 @@ class Conductor:
             self._unregister(worker)
 
     def _unregister(self, worker: Registration) -> None:
-        self._state.unregister(worker)
+        self._state.unregister(worker, self._clock.now_s())
         self._queue.changed()
 
-    def _report(self, call: ReportWorker, peer: RpcPeer) -> AssignedRole | None:
+    def _report(self, call: ReportWorker, peer: RpcPeer) -> ReportAnswer:
+        began_s = time.thread_time()
         assigned = self._state.report(call, self._clock.now_s())
         self._say_late()
-        self._queue.changed()
-        return assigned
+        self._queue.changed(_LOOK_AFTER_REPORT_S)
+        self._pace.handled(time.thread_time() - began_s)
+        self._state.report_interval_s = self._pace.interval_s(len(self._state.workers))
+        return ReportAnswer(interval_s=self._state.report_interval_s, assigned=assigned)
 
     def _set_role(self, call: SetRole, peer: RpcPeer) -> None:
         self._state.roles.assign(call.worker, call.role, self._state.workers)
@@ -313,6 +321,7 @@ class RequestQueueService:
         self._clock = clock
         self._futures: dict[str, asyncio.Future[Decision]] = {}
         self._scheduled: asyncio.Handle | None = None
+        self._look_s = 0.0  # when
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -333,10 +342,16 @@ class RequestQueueService:
         self._dispatch()  # the queue may have refused another request in its favour
         return self._wait(call.request_id, future)
 
-    def changed(self) -> None:
-        """Look at the queue soon, because a request may fit now. Changes within one turn of the loop share one look."""
-        if len(self._queue) and self._scheduled is None:
-            self._scheduled = asyncio.get_running_loop().call_soon(self._dispatch)
+    def changed(self, within_s: float = 0.0) -> None:
+        """Look at the queue after that time, because a request may fit then. Changes meanwhile share one look; those
+        within one turn of the loop do with 0."""
+        look_s = self._clock.now_s() + within_s
+        if not len(self._queue) or (self._scheduled is not None and self._look_s <= look_s):
+            return
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+        loop, self._look_s = asyncio.get_running_loop(), look_s
+        self._scheduled = loop.call_later(within_s, self._dispatch) if within_s else loop.call_soon(self._dispatch)
 
     def cancel(self, request_id: str) -> None:
         """Remove a request, if it waits."""

@@ -15,7 +15,7 @@ from moonpool.base.errors import IdentityMismatch, InvalidInput, MoonpoolError, 
 from moonpool.conductor.admission.controller import AdmissionController
 from moonpool.conductor.admission.forms import AdmittedRequest, Cause, DecodeNow, RefusedRequest
 from moonpool.conductor.admission.request_forecast import OutputLengths
-from moonpool.conductor.costs import RequestErrors
+from moonpool.conductor.costs import RequestErrors, SampleThinning
 from moonpool.conductor.crossover import crossover
 from moonpool.conductor.demand import UnmetDemand, UnmetWork
 from moonpool.conductor.elastic import ElasticRule, aimed_ttft_s
@@ -28,6 +28,7 @@ from moonpool.conductor.messages import (
     WorkerRef,
     WorkerStatus,
 )
+from moonpool.conductor.other_requests import ReportedRequests
 from moonpool.conductor.placement.decode_side import DecodeSide, prompt_nbytes
 from moonpool.conductor.placement.kinds import WorkerKinds
 from moonpool.conductor.placement.paths import PoolPaths
@@ -76,15 +77,19 @@ class ConductorState:
         self.set_pool_nodes({})
         self._decode_slots = Slots()
         self._request_errors = RequestErrors()
+        self._thinning = SampleThinning(), SampleThinning(), SampleThinning()  # of prefills, decode steps and pulls
         self._decode_side = DecodeSide(self.costs, self._lengths)
         self._max_tokens = 0  # the tokens that the largest worker can hold
         self._block_shape = (1, 0, 1)  # tokens, bytes and layers of a block; the same on all workers
         self._step_tokens = 0  # of the prefill worker that registered last
         self._workers: dict[str, Registration] = {}
+        self._stages: dict[str, Registration] = {}  # prefill workers that may be part of a pipeline
         self.late: frozenset[str] = frozenset()  # workers whose engine or reports do not go on
         self._avoided: list[Registration] = []  # those of them that get no requests
+        self.report_interval_s = 0.0  # that workers are asked for
         self._decode_now: dict[str, DecodeNow] = {}  # each decode worker's batch, for admission
         self._open: dict[str, OpenRequest] = {}
+        self._others = ReportedRequests(self._open, self._admission)
         self._num_joined = 0
 
     def set_pool_nodes(self, hosts: Mapping[str, str]) -> None:
@@ -163,6 +168,8 @@ class ConductorState:
         worker = Registration(info, WorkerLoad(free_pages=info.num_pages), slot, ref)
         self._kinds.add(info.kind, slot, is_prefill=is_prefill)
         if is_prefill:
+            if info.pipeline > 1:
+                self._stages[info.name] = worker
             self.prefills.add(slot, info.name)
             self.paths.add(info.host, slot)
         else:
@@ -170,12 +177,13 @@ class ConductorState:
             self._update_decode(worker)
         return worker
 
-    def unregister(self, worker: Registration) -> None:
+    def unregister(self, worker: Registration, now_s: float = 0.0) -> None:
         """Remove a worker; do nothing if it has registered again since."""
         name = worker.info.name
         if self._workers.get(name) is not worker:
             return
         del self._workers[name]
+        self._others.worker_gone(worker.others, now_s)
         self._kinds.drop(worker.info.kind, worker.slot, is_prefill=worker.is_prefill)
         self._update_max_tokens()
         if not worker.is_prefill:
@@ -183,6 +191,7 @@ class ConductorState:
             del self._decode_now[name]
             self._decode_slots.free(worker.slot)
         else:
+            self._stages.pop(name, None)
             self.index.drop_worker(name)
             self.prefills.drop(worker.slot)
             self.paths.drop(worker.info.host, worker.slot)
@@ -202,22 +211,29 @@ class ConductorState:
         worker = self._workers.get(call.name)
         if worker is None or worker.info.incarnation != call.incarnation:
             raise NotFound(f"worker {call.name} is not registered with this incarnation")
-        worker.reported(call)
+        worker.reported(call, self.report_interval_s)
         if worker.is_late != (call.name in self.late):
             self._find_late()
         costs = self._kinds.of(worker.info.kind)
-        costs.learn(call.prefills, call.decodes, call.pulls)
+        prefills, decodes, pulls = self._thinning
+        costs.learn(
+            prefills.take(call.prefills, now_s), decodes.take(call.decodes, now_s), pulls.take(call.pulls, now_s)
+        )
+        self._others.changed(worker.others, call.requests, call.gone, costs.prefill_s, worker.backlog.own_s, now_s)
         if not worker.is_prefill:
             self._count_arrived(worker, call.arrived)
             self._update_decode(worker)
         elif not self.index.report(call.name, call.sequence, call.cached, call.dropped):
             self.counters["report_gaps"] += 1
             raise NotFound(f"reports of {call.name} before {call.sequence} are missing; register again")
-        elif worker.info.num_conductors > 1:
-            tokens = call.load.waiting_tokens
-            worker.backlog.set_reported(costs.prefill_s(tokens, 0) if tokens else 0.0, now_s)
-            self.prefills.update(worker.slot, worker.backlog)
+        else:
+            self._update_prefill(worker, now_s)
         return self.roles.answer(worker.info)
+
+    def _update_prefill(self, worker: Registration, now_s: float) -> None:
+        others = worker.others
+        worker.backlog.set_others(others.num_prompts, others.work_s, others.first_s, now_s)
+        self.prefills.update(worker.slot, worker.backlog)
 
     def look(self) -> None:
         """Look at the age of all reports; called every LOOK_S, or later when this process stood still."""
@@ -307,7 +323,7 @@ class ConductorState:
             return
         self._leave_backlogs(request, now_s)
         if not request.has_joined:
-            self._admission.joined(request_id, self._num_joined, now_s)
+            self._admission.joined(request_id, self._num_joined + self._others.num_decoding, now_s)
             request.has_joined = True
             self._count_joined(request, 1)
 
@@ -372,9 +388,9 @@ class ConductorState:
         inputs = PlacementInput(request, leading, queue_s, self.prefills, prices, self.traffic, kinds)
         choice = self._chooser.choose(inputs, self.decodes, excluded, self._kinds)
         if self.records.num_attempts(call.request_id) <= 1:  # a second one depends on one worker alone
-            policy, workers = self._chooser.policy, self._workers.values()
+            policy, stages = self._chooser.policy, self._stages.values()
             min_tokens = self._pipeline_min_tokens
-            choice = choose_pipeline(choice, inputs, policy, workers, self.costs, paths, min_tokens=min_tokens)
+            choice = choose_pipeline(choice, inputs, policy, stages, self.costs, paths, min_tokens=min_tokens)
         decode = self._workers[self.decodes.names[choice.decode_slot]]
         return inputs, self._decode_side.add_waits(choice, request, *decode.decode_pages)
 
@@ -386,6 +402,7 @@ class ConductorState:
         prefill = self._workers[best.worker]
         decode = self._workers[self.decodes.names[choice.decode_slot]]
         stages = [self._workers[name] for name in best.stages]
+        self._others.take_over(call.request_id, [worker.others for worker in (prefill, decode, *stages)])
         for worker in () if resumes else (prefill, *stages):
             worker.backlog.add(call.request_id, best.service_s, now_s)
             self.prefills.update(worker.slot, worker.backlog)
@@ -427,6 +444,7 @@ class ConductorState:
             asks_before_decode=self._admission.asks_before_decode,
             stages=tuple(worker.ref for worker in stages),
             chunk_tokens=best.chunk_tokens,
+            reused_tokens=min((best.local_blocks + best.pulled_blocks) * self.block_tokens, tokens - 1),
             resumes=resumes,
         )
 

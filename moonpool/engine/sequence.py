@@ -111,6 +111,7 @@ class Sequence:
         "ahead_limit",
         "arrival",
         "block_tokens",
+        "expected_tokens",
         "hold_pages",
         "keys",
         "limit",
@@ -144,11 +145,13 @@ class Sequence:
         prefill_only: bool = False,
         hold_pages: bool = False,
         num_alone_steps: int = 0,
+        expected_tokens: int = 0,
     ) -> None:
         """`output` are tokens that another worker has sampled (before a hand-off, or before it died).
 
         The pool has promised its first `num_pool_blocks` blocks, which may be pulled while it waits. Its first
-        `num_alone_steps` steps are computed in a batch of one.
+        `num_alone_steps` steps are computed in a batch of one. The conductor expects the KV of its first
+        `expected_tokens` tokens to be reused.
         """
         if not prompt:
             raise InvalidInput("the prompt is empty", param="prompt")
@@ -164,6 +167,7 @@ class Sequence:
         self.prefill_only = prefill_only
         self.hold_pages = hold_pages
         self.num_alone_steps = num_alone_steps
+        self.expected_tokens = expected_tokens
         # ---
         self.status = SequenceStatus.NEW
         self.arrival = 0

@@ -156,6 +156,7 @@ class Attempt:
             max_pool_blocks=decision.max_pool_blocks,
             stages=tuple(stage.address for stage in decision.stages),
             chunk_tokens=decision.chunk_tokens,
+            reused_tokens=decision.reused_tokens,
         )
         return prefill.stream(call, timeout_s=self._deadline.remaining_s())
 

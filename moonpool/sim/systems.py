@@ -15,7 +15,7 @@ from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import DEFAULT_POLICY, PolicyConfig
 from moonpool.sim.fleet import Fleet
 from moonpool.sim.world.cluster import SimCluster
-from moonpool.sim.world.config import ClusterConfig, Failure, RoleChange
+from moonpool.sim.world.config import REPORT_EVERY_S, ClusterConfig, Failure, RoleChange
 from moonpool.sim.world.coupled import CoupledCluster, CoupledConfig
 from moonpool.sim.world.pool import sim_pool_rules
 from moonpool.traces.columns import Trace
@@ -164,6 +164,12 @@ def with_shared_prompts(chosen: System, num_workers: int) -> System:
     """Return the system in which `num_workers` prefill workers compute a long prompt together. Raise InvalidInput for a
     coupled system."""
     return _changed(chosen, f"long prompts at {num_workers} prefill workers", pipeline=num_workers)
+
+
+def with_conductors(chosen: System, number: int) -> System:
+    """Return the system with several conductors, whose workers report as often as real ones do. Raise InvalidInput for
+    a coupled system."""
+    return _changed(chosen, f"{number} conductors", num_conductors=number, report_every_s=REPORT_EVERY_S)
 
 
 def with_failures(chosen: System, failures: tuple[Failure, ...]) -> System:

@@ -49,7 +49,8 @@ class WorkerConfig(WireConfig):
     numa_node: int | None = None  # NUMA node for the KV memory; no effect with a GPU
     # also serve the KV memory over TCP on this address, for workers on other machines; auto: on every usable NIC
     tcp_host: str | None = None
-    report_interval_s: float = 0.05  # seconds between two load reports to the conductor
+    # seconds between two load reports to a conductor, at least: it asks for longer intervals if it has many workers
+    report_interval_s: float = 0.05
     # most seconds to spend on measuring the compute speed before registering; 0: do not measure; default: 1, on a GPU 4
     calibrate_s: float | None = None
     # seconds after which a pull of KV from the pool is abandoned and the prefix is computed

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from moonpool.base.clock import Clock
-from moonpool.base.cluster import DecodeSample
+from moonpool.base.cluster import DecodeSample, ReportedRequest
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import Corrupt, DeadlineExceeded, MoonpoolError, NoSpace, NotFound, PromptTooLong, Unavailable
 from moonpool.engine.engine import StepFailure, StepOutput
@@ -252,6 +252,12 @@ class DecodeRole:
     def unreserved_pages(self) -> int:
         """Return how many pages the prompts need that wait for pages."""
         return sum(pages_for(len(each.spec.tokens), self._block_tokens) for each in self._waiting if not each.left)
+
+    def awaited(self) -> list[ReportedRequest]:
+        """Return the requests whose prompts are not here yet."""
+        sequences = self._scheduler.queues.sequences
+        specs = [stream.spec for name, stream in self._streams.items() if name not in sequences]
+        return [ReportedRequest(each.request_id, len(each.tokens), 0, each.params.max_tokens) for each in specs]
 
     def at_boundary(self) -> None:
         """Reserve pages for waiting streams in order of arrival; preempted requests are served before them."""

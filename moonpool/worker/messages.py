@@ -17,6 +17,7 @@ from typing import ClassVar
 import msgspec
 
 from moonpool.base.descriptor import SegmentDescriptor
+from moonpool.base.ranges import RequestName, Tokens
 from moonpool.base.rpc import Call, StreamCall
 from moonpool.engine.sequence import SamplingParams
 from moonpool.store.messages.shared_space import SharedSpace, WrittenPieces
@@ -33,7 +34,7 @@ MOVED = "moved"
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A request as workers see it. `tokens` = prompt + output accepted so far (a replanned request has some)."""
 
-    request_id: str
+    request_id: RequestName
     epoch: int
     tokens: list[int]
     num_prompt_tokens: int
@@ -115,7 +116,8 @@ class Prefill(StreamCall[PrefillItem]):
 
     No more than the first `max_pool_blocks` blocks come from the pool; None: all that it has. With `stages`, the
     addresses of other prefill workers, these compute the first layers and this one the last ones, in chunks of
-    `chunk_tokens`, or larger ones where less comes from the pool than was expected.
+    `chunk_tokens`, or larger ones where less comes from the pool than was expected. The conductor expects the KV of the
+    first `reused_tokens` tokens to be in the worker's pages or in the pool; reports say so until the prompt is begun.
     """
 
     spec: RequestSpec
@@ -123,6 +125,7 @@ class Prefill(StreamCall[PrefillItem]):
     max_pool_blocks: int | None = None
     stages: tuple[str, ...] = ()
     chunk_tokens: int = 0
+    reused_tokens: Tokens = 0
 
 
 class StageInbox(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,6 +106,7 @@ class PrefillRole:
         spec, name = call.spec, engine_name(call.spec)
         events, deadline = asyncio.get_running_loop(), Deadline(call.spec.timeout_s)
         sequence = self.sequence(spec)
+        sequence.expected_tokens = call.reused_tokens
         sequence.num_pool_blocks = await count_pool_blocks(self._puller, sequence, call.max_pool_blocks)
         items: asyncio.Queue[PrefillItem | MoonpoolError] = asyncio.Queue()
 

@@ -1,8 +1,9 @@
 """Reports this worker's cached blocks, load and samples to each conductor, and registers again after a lost connection.
 
-Reports are numbered from 1 after each registration; the first one lists all cached blocks. Reports come from the event
+Reports are numbered from 1 after each registration; the first one lists all cached blocks and requests. They follow
+each other at the worker's interval, or at that of the conductor's last answer if it is longer. They come from the event
 loop: the engine's thread is asked for what is new before each, and if that takes longer than a heartbeat, the report
-goes out without it. It says for how long the engine's task has been under way.
+goes out without it. A report says for how long the engine's task has been under way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from moonpool.base.cluster import (
     AssignedRole,
     CountOthers,
     RegisterWorker,
+    ReportedRequest,
     ReportWorker,
     WorkerInfo,
     WorkerLoad,
@@ -34,6 +36,7 @@ from moonpool.base.cluster import (
 from moonpool.base.errors import MoonpoolError
 from moonpool.base.rpc import AsyncClient, Call
 from moonpool.base.rpc.reconnect import ReconnectingClient
+from moonpool.engine.request_report import RequestChanges, reported_sequences
 from moonpool.engine.scheduler import Scheduler
 from moonpool.worker.loop import EngineLoop, retrieve
 from moonpool.worker.metrics import Samples
@@ -45,6 +48,7 @@ _RECONNECT_S = 0.2
 # A report without news is sent this often.
 _HEARTBEAT_S = 1.0
 _TELL_TIMEOUT_S = 1.0
+MAX_INTERVAL_S = 10.0  # between two reports, whatever the conductor asks for
 _MAX_EVENTS = 65_536  # that wait for a conductor
 
 
@@ -52,38 +56,46 @@ class ReportSource:
     """Gives every change of the pages and every sample to all collectors. On the engine's thread; collectors hold
     `lock` where they take on the event loop what was given to them.
 
-    `staged_tokens` returns the tokens that this worker still computes for pipelines, `unreserved_pages` the pages that
-    requests need which wait to reserve them."""
+    `staged` returns the prompts that this worker still computes for pipelines, `awaited` the requests that will decode
+    here when their prompts are computed, `unreserved_pages` the pages that requests need which wait to reserve them."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         samples: Samples,
-        staged_tokens: Callable[[], int],
+        staged: Callable[[], Iterable[ReportedRequest]],
+        awaited: Callable[[], Iterable[ReportedRequest]],
         unreserved_pages: Callable[[], int],
     ) -> None:
         self.scheduler = scheduler
-        self._samples, self._staged_tokens, self._unreserved_pages = samples, staged_tokens, unreserved_pages
+        self._samples, self._unreserved_pages = samples, unreserved_pages
+        self._staged, self._awaited = staged, awaited
         self.collectors: list[ReportCollector] = []
         self.lock = threading.Lock()
         self.shared_load = WorkerLoad()  # when share() ran last
+        self.shared_requests: Mapping[str, ReportedRequest] = {}  # then, too
 
     def load(self) -> WorkerLoad:
         """Return the worker's load: its queues, its stages, and the requests that wait to reserve pages."""
         load = self.scheduler.queues.load(self.scheduler.pages.num_available)
         return msgspec.structs.replace(
             load,
-            waiting_tokens=load.waiting_tokens + self._staged_tokens(),
+            waiting_tokens=load.waiting_tokens + sum(each.uncomputed_tokens for each in self._staged()),
             waiting_pages=load.waiting_pages + self._unreserved_pages(),
         )
+
+    def requests(self) -> dict[str, ReportedRequest]:
+        """Return all requests of this worker, by id."""
+        others = {each.request_id: each for each in (*self._staged(), *self._awaited())}
+        return reported_sequences(self.scheduler.queues.sequences.values()) | others
 
     def share(self) -> None:
         """Hand out what is new."""
         events, taken = self.scheduler.pages.drain_events(), self._samples
         prefills, decodes, pulls = _drain(taken.prefills), _drain(taken.decodes), _drain(taken.pulls)
-        arrived, load = _drain(taken.arrived), self.load()
+        arrived, load, requests = _drain(taken.arrived), self.load(), self.requests()
         with self.lock:
-            self.shared_load = load
+            self.shared_load, self.shared_requests = load, requests
             for each in self.collectors:
                 each.add(events)
                 each.samples.prefills.extend(prefills)
@@ -103,6 +115,7 @@ class ReportCollector:
         self._events: dict[bytes, bool] = {}
         self._events_lost = 0
         self._is_behind = False  # too many events wait: a full list is shorter
+        self._requests = RequestChanges()
         source.collectors.append(self)
 
     def add(self, events: Mapping[bytes, bool]) -> None:
@@ -112,12 +125,13 @@ class ReportCollector:
             self._events, self._is_behind = {}, True
 
     def first_report(self) -> ReportWorker:
-        """Return report number 1: all cached blocks. On the engine's thread."""
+        """Return report number 1: all cached blocks and requests. On the engine's thread."""
         self._source.share()
         cached = tuple(self._pages.published_keys())
         with self._source.lock:
             self._events_lost, self._is_behind = self._pages.num_events_lost, False
             self._events = {}
+            self._requests.start_over()
             return self._report(1, cached, ())
 
     def report(self, sequence: int) -> ReportWorker:
@@ -129,6 +143,7 @@ class ReportCollector:
             return self._report(sequence, cached, dropped)
 
     def _report(self, sequence: int, cached: tuple[bytes, ...], dropped: tuple[bytes, ...]) -> ReportWorker:
+        requests, gone = self._requests.take(self._source.shared_requests)
         return ReportWorker(
             name=self._name,
             incarnation=self._incarnation,
@@ -140,6 +155,8 @@ class ReportCollector:
             decodes=_drain(self.samples.decodes),
             pulls=_drain(self.samples.pulls),
             arrived=_drain(self.samples.arrived),
+            requests=requests,
+            gone=gone,
         )
 
     def must_start_over(self) -> bool:
@@ -204,7 +221,7 @@ class WorkerReporter:
             self.leaves.set()
             await client.closed.wait()
             return
-        sequence, sent_s = 1, 0.0
+        sequence, sent_s, interval_s = 1, 0.0, self._interval_s
         load: WorkerLoad | None = None
         was_overdue = False
         while sequence == 1 or not (self._must_start_over() or self._info() != info):
@@ -212,16 +229,17 @@ class WorkerReporter:
             is_due = time.monotonic() >= sent_s + _HEARTBEAT_S
             if _has_news(report) or report.load != load or report.is_overdue != was_overdue or is_due:
                 sent_s = time.monotonic()
-                assigned = await client.call(report)
-                if assigned is not None:
-                    self._on_assigned(assigned)
+                answer = await client.call(report)
+                if answer.assigned is not None:
+                    self._on_assigned(answer.assigned)
+                interval_s = max(self._interval_s, min(answer.interval_s, MAX_INTERVAL_S))
                 sequence, load, was_overdue = sequence + 1, report.load, report.is_overdue
                 self.registered.set()
-            await self._pause(was_overdue)
+            await self._pause(was_overdue, interval_s)
         self.registered.clear()
 
-    async def _pause(self, was_overdue: bool) -> None:
-        deadline = Deadline(self._interval_s)
+    async def _pause(self, was_overdue: bool, interval_s: float) -> None:
+        deadline = Deadline(interval_s)
         # The watchdog's thread changes it.
         while self._is_overdue() == was_overdue and not deadline.expired():  # noqa: ASYNC110
             await asyncio.sleep(min(LOOK_S, deadline.remaining_s()))
@@ -337,4 +355,4 @@ async def _tell(address: str, call: Call[T]) -> T | None:
 
 def _has_news(report: ReportWorker) -> bool:
     changes = (report.cached, report.dropped, report.prefills, report.decodes, report.pulls, report.arrived)
-    return report.sequence == 1 or any(changes)
+    return report.sequence == 1 or any((*changes, report.requests, report.gone))

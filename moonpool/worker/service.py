@@ -325,7 +325,6 @@ class Worker:
             step_tokens=config.step_tokens,
             fixed=self._assigned.fixed,
             lease=self._assigned.lease,
-            num_conductors=len(self._conductors),
             leaves=self._assigned.leaves,
             kind=worker_kind(config),
             pipeline=config.pipeline,
@@ -340,7 +339,8 @@ class Worker:
             ReportSource(
                 built.scheduler,
                 self._samples,
-                staged_tokens=lambda: self._stages.tools.stages.waiting_tokens,
+                staged=self._stages.tools.stages.waiting_work,
+                awaited=self._decode.awaited,
                 unreserved_pages=lambda: self._decode.unreserved_pages,
             ),
             self._loop,

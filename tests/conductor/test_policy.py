@@ -417,3 +417,34 @@ def test_what_another_worker_has_is_replicated(local: int, pulled: int, expected
     leading = Leading(20, (), ((0, 0b1), (4, 0b10), (12, 0b100)))
     plan = PricedPlacement(local, pulled, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     assert replicated(leading, plan) == Replicated(*expected)
+
+
+@pytest.mark.parametrize("policy", ["paper", "cost"])
+def test_of_many_workers_that_pull_the_few_near_the_best_are_priced(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice and the candidates are those of pricing every worker by the pulls to it."""
+    num_plans = 0
+    for seed in range(12):
+        draw = random.Random(seed)
+        prefills = [Prefill(draw.choice([0, 0, 4, 9]), draw.uniform(0.0, 4.0), 1) for _ in range(300)]
+        world = World(prefills, pool=16, layers=draw.choice([1, 30]), step=draw.choice([0, 640]))
+        world.traffic.num_sources = 300
+        for number in range(200):
+            nbytes = draw.choice([1 << 26, draw.randint(1 << 24, 1 << 31)])
+            world.traffic.expect(str(number), draw.randrange(300), nbytes, 0.0, 9.0)
+        world.traffic.advance(0.0)
+        chooser = world.chooser(name=policy, tie_slack=0.0)
+        plan, busy, calls = chooser.policy.plan, set(world.traffic.busy_slots), list[object]()  # type: ignore[attr-defined]
+        every_s = [
+            world.inputs.queue_s[slot] + plan(world.inputs, one.local, slot if slot in busy else None, "").service_s
+            for slot, one in enumerate(prefills)
+        ]
+        monkeypatch.setattr(
+            chooser.policy, "plan", lambda *given, plan=plan, calls=calls: calls.append(1) or plan(*given)
+        )
+        found = world.choose(chooser).candidates
+        assert [one.ttft_s for one in found] == pytest.approx(sorted(every_s)[:4])
+        assert [int(one.worker[1:]) for one in found] == sorted(range(300), key=every_s.__getitem__)[:4]
+        num_plans += len(calls)
+    assert num_plans < 12 * 20, "of 140 to 150 that receive pulls"

@@ -14,7 +14,6 @@ from moonpool.conductor.demand import UnmetDemand
 from moonpool.conductor.elastic import ClusterLoad, ElasticRule
 from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.placement.prefix_index import PrefixIndex
-from moonpool.conductor.placement.tables import Backlog
 from moonpool.conductor.roles import RoleAssignments
 from moonpool.conductor.state import ConductorState
 from moonpool.master.state.role_leases import MAX_TTL_S, RoleLeases
@@ -123,19 +122,6 @@ def test_a_drained_worker_leaves_once() -> None:
     assert state.roles.left == {"p1"}
     register(state, *infos(incarnation=2))
     assert state.roles.left == set()
-
-
-def test_requests_of_other_conductors_are_seen_in_reports() -> None:
-    backlog = Backlog()
-    backlog.set_reported(2.0, 10.0)
-    assert backlog.wait_s(10.0) == 2.0
-    backlog.add("own", 1.5, 10.0)
-    backlog.set_reported(2.0, 10.0)
-    assert backlog.wait_s(10.0) == 2.0, "1.5 of it is our own"
-    backlog.set_reported(0.0, 11.0)
-    assert backlog.wait_s(11.0) == 0.5
-    backlog.remove("own", 11.0)
-    assert backlog.wait_s(11.0) == 0.0
 
 
 def test_a_worker_says_itself_that_it_leaves() -> None:

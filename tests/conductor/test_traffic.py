@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool.conductor.placement.tables import slots_in
 from moonpool.conductor.placement.traffic import Traffic
 
 
@@ -70,6 +71,7 @@ def test_the_totals_are_the_sums(steps: list[tuple[int, int, int, float, float, 
     active = [one for one in open_flows.values() if one[2] <= now_s < one[3]]
     assert traffic.nbytes == sum(one[1] for one in active)
     assert set(traffic.busy_slots) == {one[0] for one in active}
+    assert set(slots_in(traffic.busy_mask)) == set(traffic.busy_slots)
 
 
 def test_requests_that_never_end_leave_nothing() -> None:

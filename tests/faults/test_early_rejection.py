@@ -40,10 +40,10 @@ MODEL = "tiny"
 @pytest.fixture(autouse=True)
 def _same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """All workers measure the same times."""
-    collect = ReportCollector.report
+    collect = ReportCollector._report
 
-    def report(self: ReportCollector, sequence: int) -> ReportWorker:
-        collected = collect(self, sequence)
+    def report(self: ReportCollector, sequence: int, *blocks: tuple[bytes, ...]) -> ReportWorker:
+        collected = collect(self, sequence, *blocks)
         decodes = [(each.num_seqs, each.kv_tokens) for each in collected.decodes]
         if sequence == 1:
             decodes += [(number, number * NUM_TOKENS) for number in range(1, 9)]
@@ -55,7 +55,7 @@ def _same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
             pulls=(),
         )
 
-    monkeypatch.setattr(ReportCollector, "report", report)
+    monkeypatch.setattr(ReportCollector, "_report", report)
 
 
 class Client:

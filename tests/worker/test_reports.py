@@ -1,5 +1,5 @@
-"""What reports say when the engine's thread shares its news at any times: each conductor knows the pages of the last
-time, whichever reports came before."""
+"""What reports say when the engine's thread shares its news at any times: each conductor knows the pages and the
+requests of the last time, whichever reports came before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moonpool.base.cluster import PrefillSample, ReportWorker
+from moonpool.base.cluster import PrefillSample, ReportedRequest, ReportWorker
 from moonpool.engine.blocks import PageManager
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
 from moonpool.worker.metrics import Samples
@@ -26,9 +26,10 @@ class Conductor:
         self.cached: set[bytes] = set()
         self.free_pages = 0
         self.prefills: list[PrefillSample] = []
+        self.requests: dict[str, ReportedRequest] = {}
 
     def register(self) -> None:
-        self.sequence, self.cached = 0, set()
+        self.sequence, self.cached, self.requests = 0, set(), {}
         self._take(self._collector.first_report())
 
     def report(self) -> None:
@@ -41,13 +42,21 @@ class Conductor:
         self.cached = (self.cached | set(report.cached)) - set(report.dropped)
         self.free_pages = report.load.free_pages
         self.prefills += report.prefills
+        for name in report.gone:
+            del self.requests[name]
+        assert all(self.requests.get(one.request_id) != one for one in report.requests), "only what has changed"
+        self.requests |= {one.request_id: one for one in report.requests}
 
 
 class Reports(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pages, self.samples = PageManager(NUM_PAGES, 4), Samples()
-        self.source = ReportSource(Scheduler(LIMITS, self.pages), self.samples, lambda: 0, lambda: 0)
+        self.present: dict[str, ReportedRequest] = {}
+        self.shared_requests: dict[str, ReportedRequest] = {}
+        self.source = ReportSource(
+            Scheduler(LIMITS, self.pages), self.samples, lambda: (), lambda: self.present.values(), lambda: 0
+        )
         self.conductors = [Conductor(self.source), Conductor(self.source)]
         self.shared: set[bytes] = set()  # by the engine's thread, when it shared last
         self.free_pages, self.num_samples, self.num_shared = NUM_PAGES, 0, 0
@@ -56,7 +65,7 @@ class Reports(RuleBasedStateMachine):
 
     def _has_shared(self) -> None:
         self.shared, self.free_pages = set(self.pages.published_keys()), self.pages.num_available
-        self.num_shared = self.num_samples
+        self.num_shared, self.shared_requests = self.num_samples, dict(self.present)
 
     def _register(self, conductor: Conductor) -> None:
         conductor.register()
@@ -75,6 +84,14 @@ class Reports(RuleBasedStateMachine):
         self.samples.prefills.append(PrefillSample(self.num_samples, 0, 1.0))
         self.num_samples += 1
 
+    @rule(number=st.integers(0, 4), uncomputed=st.integers(0, 2))
+    def request_changes(self, number: int, uncomputed: int) -> None:
+        self.present[str(number)] = ReportedRequest(str(number), uncomputed, 0, 8)
+
+    @rule(number=st.integers(0, 4))
+    def request_ends(self, number: int) -> None:
+        self.present.pop(str(number), None)
+
     @rule()
     def share(self) -> None:
         self.source.share()
@@ -87,6 +104,7 @@ class Reports(RuleBasedStateMachine):
         conductor = self.conductors[which]
         conductor.report()
         assert (conductor.cached, conductor.free_pages) == (self.shared, self.free_pages)
+        assert conductor.requests == self.shared_requests
 
     @rule(which=st.integers(0, 1))
     def register_again(self, which: int) -> None:

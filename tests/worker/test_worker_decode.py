@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from moonpool.base.clock import VirtualClock
+from moonpool.base.cluster import ReportedRequest
 from moonpool.base.descriptor import SegmentDescriptor
 from moonpool.base.errors import MoonpoolError, Unavailable
 from moonpool.engine.blocks import PageManager
@@ -212,7 +213,9 @@ async def test_a_preempted_request_gets_its_pages_before_new_ones(bench: Bench) 
 
 
 async def test_a_report_counts_the_pages_that_requests_wait_for_and_names_those_that_came(bench: Bench) -> None:
-    source = ReportSource(bench.scheduler, bench.samples, lambda: 0, lambda: bench.role.unreserved_pages)
+    source = ReportSource(
+        bench.scheduler, bench.samples, lambda: (), bench.role.awaited, lambda: bench.role.unreserved_pages
+    )
     collector = ReportCollector("d", 1, source)
     preempted = RequestSequence("old/1", list(range(12)), SamplingParams(max_tokens=8), root=bytes(32), block_tokens=4)
     streams = [bench.follow("has", 8), bench.follow("waits", 28)]
@@ -221,6 +224,7 @@ async def test_a_report_counts_the_pages_that_requests_wait_for_and_names_those_
     first = collector.first_report()
     assert first.arrived == ("has", "waits")
     assert (first.load.free_pages, first.load.waiting_pages) == (6, 7)
+    assert first.requests == (ReportedRequest("has", 8, 0, 4), ReportedRequest("waits", 28, 0, 4))
     bench.scheduler.add(preempted)
     streams.append(bench.follow("new", 4))
     await bench.settle()
@@ -228,13 +232,17 @@ async def test_a_report_counts_the_pages_that_requests_wait_for_and_names_those_
     source.share()
     second = collector.report(2)
     assert second.arrived == ("new",)
+    assert set(second.requests) == {ReportedRequest("old", 12, 0, 8), ReportedRequest("new", 4, 0, 4)}
     assert (second.load.free_pages, second.load.waiting_pages) == (6, 3 + 7 + 1)
     for stream in streams:
         stream.cancel()
     await asyncio.wait(streams)
     bench.loop.run_posted()
     source.share()
-    assert (collector.report(3).load.free_pages, collector.report(4).load.waiting_pages) == (8, 3)
+    third = collector.report(3)
+    assert (third.load.free_pages, collector.report(4).load.waiting_pages) == (8, 3)
+    assert (third.requests, set(third.gone)) == ((), {"has", "waits", "new"})
+    assert collector.first_report().requests == (ReportedRequest("old", 12, 0, 8),), "the list of a new registration"
 
 
 async def test_reserved_pages_are_given_up_when_waiting_requests_cannot_go_on_without_them(bench: Bench) -> None:

@@ -1,7 +1,8 @@
 """Admission with state: decides by the chosen form, keeps the forecast up to date, and measures the predictions. Pure.
 
 Each request is reported at most three times: `sent`, `joined` when its prefill has ended, `ended`; other request ids
-are ignored. Without a TBT target, or in a form that does not look ahead, the forecast is not used.
+are ignored. Those that other conductors have sent are reported as `other_came`, `other_joined` and `other_ended`.
+Without a TBT target, or in a form that does not look ahead, the forecast is not used.
 
 Predicted times to the end of a prefill are multiplied by `pace`, which is learnt: prompts that share a step, or that
 find more blocks in the cache than the conductor knew, end sooner than the sum of their costs. A forecast for a moment
@@ -123,6 +124,21 @@ class AdmissionController:
         if sent.num_seqs is not None:
             self.errors.add(sent.num_seqs + 1, num_decoding + 1)
             self._forecast.join(request_id, now_s)
+
+    def other_came(self, request: ExpectedDecode, now_s: float) -> None:
+        """Another conductor has sent a request, or its prefill ends at another time than expected. Its predicted time
+        until then is multiplied by the pace."""
+        if self._looks_ahead:
+            ends_s = now_s + self.pace * (request.prefill_ends_s - now_s)
+            self._forecast.expect(request._replace(prefill_ends_s=ends_s), now_s)
+
+    def other_joined(self, request_id: str, now_s: float) -> None:
+        if self._looks_ahead:
+            self._forecast.join(request_id, now_s)
+
+    def other_ended(self, request_id: str, now_s: float) -> None:
+        if self._looks_ahead:
+            self._forecast.end(request_id, now_s)
 
     def ended(self, request_id: str, now_s: float, output_tokens: int = 0) -> None:
         self._sent.pop(request_id, None)

@@ -148,7 +148,9 @@ class LengthHistogram:
 
     def up_to(self, cap: int) -> tuple[float, float]:
         """Return (answers, their tokens); longer answers count as `cap` tokens."""
-        tokens = sum([min(tokens, count * cap) for count, tokens in zip(self._counts, self._tokens, strict=True)])
+        at = _bucket_of(cap)
+        longer = self._tokens[at] if self._tokens[at] < self._counts[at] * cap else self._counts[at] * cap
+        tokens = sum(self._tokens[:at]) + longer + cap * sum(self._counts[at + 1 :])
         return self.weight, tokens / self._scale
 
     def longer_than(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ worker is as fast. Blocks in a worker's own pages do not help a pipeline, becaus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from moonpool.conductor.costs import CostModels
 from moonpool.conductor.messages import Candidate
@@ -62,15 +62,15 @@ def choose_pipeline(
     single: PlacementChoice,
     inputs: PlacementInput,
     policy: Policy,
-    workers: Iterable[Registration],
+    workers: Collection[Registration],
     costs: CostModels,
     paths: PoolPaths | None,
     *,
     min_tokens: int | None = None,
 ) -> PlacementChoice:
-    """Return `single`, or it with a pipeline of the least busy prefill workers: if `single` would compute at least
-    `min_tokens` or, without that number, if the pipeline is clearly faster. The policy says how much of the pool's
-    prefix the pipeline takes, as for a single worker."""
+    """Return `single`, or it with a pipeline of the least busy of these prefill workers: if `single` would compute at
+    least `min_tokens` or, without that number, if the pipeline is clearly faster. The policy says how much of the
+    pool's prefix the pipeline takes, as for a single worker."""
     chosen = _least_busy(inputs, workers)
     if len(chosen) < 2 or inputs.request.num_tokens < MIN_CHUNKS:
         return single
@@ -96,11 +96,10 @@ def _computed_tokens(inputs: PlacementInput, one: Candidate) -> int:
     return inputs.request.num_tokens - num_reused
 
 
-def _least_busy(inputs: PlacementInput, workers: Iterable[Registration]) -> list[Registration]:
+def _least_busy(inputs: PlacementInput, workers: Collection[Registration]) -> list[Registration]:
     """Return the workers of a pipeline, the least busy first; none if too few may get a request."""
-    able = [one for one in workers if one.is_prefill and one.info.pipeline > 1]
-    num_stages = max((one.info.pipeline for one in able), default=1)
-    waits = [(inputs.queue_s.item(one.slot), one) for one in able if one.info.pipeline == num_stages]
+    num_stages = max((one.info.pipeline for one in workers), default=1)
+    waits = [(inputs.queue_s.item(one.slot), one) for one in workers if one.info.pipeline == num_stages]
     free = [(wait_s, one) for wait_s, one in waits if wait_s < math.inf]
     if len(free) < num_stages:
         return []

@@ -34,7 +34,7 @@ from moonpool.conductor.admission.forms import AdmissionConfig, AdmissionForm
 from moonpool.conductor.costs import CostModels
 from moonpool.conductor.messages import Candidate
 from moonpool.conductor.placement.prefix_index import Leading
-from moonpool.conductor.placement.pricing import PlacementRequest, PricedPlacement, Pricing
+from moonpool.conductor.placement.pricing import MIN_GAIN, PlacementRequest, PricedPlacement, Pricing
 from moonpool.conductor.placement.tables import FULL_S, Column, DecodeTable, PrefillTable, slot_index
 from moonpool.conductor.placement.traffic import Traffic
 
@@ -44,6 +44,7 @@ _FORMER_NAMES = {"global": "paper", "ours": "cost"}  # accepted until version 0.
 DEFAULT_QUEUE_CAPACITY = 256
 _MAX_COLUMNS = 256
 _FEW_SLOTS = 64
+_MAX_TTFT_S = 1e300  # that of a worker that may get no request is infinite
 _ELSEWHERE = "", -1  # the workers on machines without blocks of the prompt
 
 
@@ -274,6 +275,15 @@ class LeastLoaded(_NoPulls):
         return _with_own_prefix(inputs, self._ties.pick(rank))
 
 
+class _Group(NamedTuple):
+    """Workers that share a plan, with what it was made from."""
+
+    mask: int
+    plan: PricedPlacement
+    inputs: PlacementInput
+    machine: str
+
+
 class SmallestTtft:
     """What local, paper and cost share; they differ in the plan for a worker with a given run."""
 
@@ -292,42 +302,50 @@ class SmallestTtft:
         return None if wanted >= inputs.leading.pool else wanted if plan.pulled else 0
 
     def pick(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]:
-        plans = self._plans(inputs)
-        ttft_s = self._ttft_s(inputs, plans)
-        best = _smallest(ttft_s, max(2, self._config.num_candidates))
-        limit_s = ttft_s.item(best[0]) + self._config.tie_slack * _plan_of(plans, best[0]).service_s
+        groups = self._groups(inputs)
+        ttft_s = self._ttft_s(inputs, groups)
+        priced: dict[int, PricedPlacement] = {}
+
+        def plan_of(slot: int) -> PricedPlacement:
+            return priced[slot] if slot in priced else _group_of(groups, slot).plan
+
+        best, limit_s = self._leaders(ttft_s, plan_of)
+        crowded = _Crowded(self, groups) if self.pulls and inputs.traffic.num_flows else None
+        while crowded is not None and crowded.price(ttft_s, max(limit_s, ttft_s.item(best[-1])), priced):
+            best, limit_s = self._leaders(ttft_s, plan_of)
         slot = best[0]
         if len(best) > 1 and ttft_s.item(best[1]) <= limit_s:
             slot = self._ties.pick(np.where(ttft_s <= limit_s, inputs.table.assigned, math.inf))
         others = [one for one in best if one != slot and ttft_s.item(one) < math.inf]
         ranked = [slot, *others[: self._config.num_candidates - 1]]
-        return [(one, _plan_of(plans, one)) for one in ranked]
+        return [(one, plan_of(one)) for one in ranked]
 
-    def _plans(self, inputs: PlacementInput) -> list[tuple[int, PricedPlacement]]:
-        """Return (mask of slots, their plan). Workers of a kind with the same run share a plan, except those that
-        receive pulls now, which congestion makes different, and those that have some of the blocks on their machine."""
-        return [plan for among, part in inputs.parts() for plan in self._plans_of_kind(part, among)]
+    def _leaders(self, ttft_s: Column, plan_of: Callable[[int], PricedPlacement]) -> tuple[list[int], float]:
+        """Return the best few slots, and the TTFT up to which a worker counts as equal to the best one."""
+        best = _smallest(ttft_s, max(2, self._config.num_candidates))
+        return best, ttft_s.item(best[0]) + self._config.tie_slack * plan_of(best[0]).service_s
 
-    def _plans_of_kind(self, inputs: PlacementInput, among: int) -> Iterator[tuple[int, PricedPlacement]]:
-        busy, pool = inputs.traffic.busy_slots if self.pulls else {}, inputs.leading.pool
+    def _groups(self, inputs: PlacementInput) -> list[_Group]:
+        """Return the workers in groups with the same plan if none of them receives pulls now: those of a kind with the
+        same run, without those that have some of the blocks on their machine."""
+        return [group for among, part in inputs.parts() for group in self._groups_of_kind(part, among)]
+
+    def _groups_of_kind(self, inputs: PlacementInput, among: int) -> Iterator[_Group]:
+        pool = inputs.leading.pool
         for local, slots in inputs.leading.groups:
             mask = slots & among
             machines = inputs.prices.machines(local) if self.pulls and local < pool else None
             for machine, near in (*machines, _ELSEWHERE) if machines else (_ELSEWHERE,):
                 here = mask & near
                 mask ^= here
-                if busy and local < pool:
-                    for slot in [slot for slot in busy if here >> slot & 1]:
-                        here ^= 1 << slot
-                        yield 1 << slot, self.plan(inputs, local, slot, machine)
                 if here:
-                    yield here, self.plan(inputs, local, None, machine)
+                    yield _Group(here, self.plan(inputs, local, None, machine), inputs, machine)
 
-    def _ttft_s(self, inputs: PlacementInput, plans: list[tuple[int, PricedPlacement]]) -> Column:
-        """Add the most common service time to every queue, then each other plan's difference to it where it applies."""
-        usual = plans[0][1].service_s if len(plans) == 1 else max(plans, key=_num_slots)[1].service_s
+    def _ttft_s(self, inputs: PlacementInput, groups: list[_Group]) -> Column:
+        """Add the most common service time to every queue, then each other group's difference to it."""
+        usual = max(groups, key=_num_slots).plan.service_s
         ttft_s = inputs.queue_s + usual
-        for mask, plan in plans:
+        for mask, plan, *_ in groups:
             if plan.service_s == usual:
                 continue
             if mask & (mask - 1):
@@ -345,6 +363,34 @@ class SmallestTtft:
             found = self._columns[mask] = np.zeros(length)
             found[slot_index(mask)] = 1.0
         return found
+
+
+class _Crowded:
+    """The workers that receive pulls now, which congestion makes slower than the others of their groups. Of a thousand
+    workers, few are so near the best that they have to be priced; all would take longer than the rest of a decision."""
+
+    def __init__(self, policy: SmallestTtft, groups: list[_Group]) -> None:
+        traffic, pool = groups[0].inputs.traffic, groups[0].inputs.leading.pool
+        self._policy, self._traffic = policy, traffic
+        self._groups = [group for group in groups if group.plan.local < pool]
+        self._left = slot_index(traffic.busy_mask & sum([group.mask for group in self._groups]))
+        # A plan with congestion may be shorter than the one without, by the share that part of a pull must save.
+        self._shorter_s = MIN_GAIN * max([group.plan.service_s for group in self._groups], default=0.0)
+        self._same: dict[tuple[int, tuple[float, float]], PricedPlacement] = {}  # by group and load
+
+    def price(self, ttft_s: Column, limit_s: float, priced: dict[int, PricedPlacement]) -> bool:
+        """Price the workers that could have a TTFT up to that limit: enter it into the column, and their plans into
+        `priced`. Return whether there were any."""
+        is_near = ttft_s[self._left] <= min(limit_s + self._shorter_s, _MAX_TTFT_S)
+        near, self._left = self._left[is_near].tolist(), self._left[~is_near]
+        for slot in near:
+            group = _group_of(self._groups, slot)
+            key = group.mask, self._traffic.others(slot)
+            if key not in self._same:
+                self._same[key] = self._policy.plan(group.inputs, group.plan.local, slot, group.machine)
+            priced[slot] = self._same[key]
+            ttft_s[slot] += priced[slot].service_s - group.plan.service_s
+        return bool(near)
 
 
 class Local(SmallestTtft):
@@ -394,20 +440,21 @@ def _smallest(column: Column, count: int) -> list[int]:
         return slots
     # Sorting many would take longer than the rest of a decision.
     limit = np.partition(column, count - 1).item(count - 1)
-    slots = (column <= limit).nonzero()[0].tolist()
-    return sorted(slots, key=column.item)[:count]
+    less = (column < limit).nonzero()[0].tolist()
+    equal: list[int] = (column == limit).nonzero()[0][: count - len(less)].tolist()  # of hundreds where all are idle
+    return sorted(less, key=column.item) + equal
 
 
 def _with_own_prefix(inputs: PlacementInput, slot: int) -> list[tuple[int, PricedPlacement]]:
     return [(slot, inputs.at(slot).prices.plan(inputs.leading.run_of(slot), 0, None))]
 
 
-def _num_slots(plan: tuple[int, PricedPlacement]) -> int:
-    return plan[0].bit_count()
+def _num_slots(group: _Group) -> int:
+    return group.mask.bit_count()
 
 
-def _plan_of(plans: list[tuple[int, PricedPlacement]], slot: int) -> PricedPlacement:
-    for mask, plan in plans:
-        if mask >> slot & 1:
-            return plan
-    raise AssertionError("every worker has a plan")
+def _group_of(groups: list[_Group], slot: int) -> _Group:
+    for group in groups:
+        if group.mask >> slot & 1:
+            return group
+    raise AssertionError("every worker is in a group")

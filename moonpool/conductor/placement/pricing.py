@@ -17,7 +17,7 @@ from moonpool.conductor.placement.prefix_index import Leading
 from moonpool.conductor.placement.traffic import Traffic, crowding
 
 _MAX_EDGES = 8
-_MIN_GAIN = 0.1
+MIN_GAIN = 0.1  # of the time, that pulling only a part must save
 _Point = tuple[float, float, float]  # seconds, of these by hand-offs, blocks on the worker's machine
 
 
@@ -252,7 +252,7 @@ class Pricing:
 
     def best_plan(self, local: int, slot: int | None, machine: str = "") -> PricedPlacement:
         """Return the placement with the number of pulled blocks that makes it shortest, 0 included; of equals the
-        fewest blocks. To pull only some of the blocks must save _MIN_GAIN of the time: such a plan relies on loading
+        fewest blocks. To pull only some of the blocks must save MIN_GAIN of the time: such a plan relies on loading
         and computing at once, and what it computes, others wait for.
 
         The time to compute is concave in the number of pulled blocks, the time to load is linear. So the minimum is
@@ -289,7 +289,7 @@ class Pricing:
         best, best_s = 0, self.prefill_s(local)
         for pulled in tries:
             seconds = self._both_s(load_s(pulled), local + pulled)
-            if seconds < best_s * (1 - _MIN_GAIN if best == missing else 1):
+            if seconds < best_s * (1 - MIN_GAIN if best == missing else 1):
                 best, best_s = pulled, seconds
         return self.plan(local, best, slot, layers, machine)
 

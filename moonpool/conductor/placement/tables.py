@@ -7,6 +7,7 @@ a worker is infinite in every column whose minimum is searched.
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +15,22 @@ from numpy.typing import NDArray
 
 class Backlog:
     """Predicted work, in seconds, of the requests sent to one prefill worker, in order. The worker computes the first
-    one (the head), so the time since the head became the first counts as done."""
+    one (the head), so the time since the head became the first counts as done. The requests of other conductors count
+    as their worker reports them (other_requests.py)."""
 
     def __init__(self) -> None:
         self._work_s: dict[str, float] = {}
         self._total_s = 0.0
         self._head_since_s = 0.0
-        self._others_s = 0.0
+        self._others = _NO_OTHERS
 
     def __len__(self) -> int:
         return len(self._work_s)
+
+    @property
+    def num_requests(self) -> int:
+        """All requests, those of other conductors too."""
+        return len(self._work_s) + self._others.number
 
     def add(self, request_id: str, work_s: float, now_s: float) -> None:
         assert request_id not in self._work_s, "a request is sent to a worker once"
@@ -40,22 +47,40 @@ class Backlog:
             self._head_since_s = now_s
         self._total_s -= self._work_s.pop(request_id)
 
-    def set_reported(self, work_s: float, now_s: float) -> None:
-        """Count the work that the worker reports beyond that of the requests known here: other conductors sent it."""
-        self._others_s = 0.0
-        self._others_s = max(0.0, work_s - self.wait_s(now_s))
+    def set_others(self, number: int, work_s: float, first_s: float, now_s: float) -> None:
+        """Count the requests of other conductors: their number and work, and the work of the worker's first request if
+        it is one of them. Then this conductor's own head has still to begin."""
+        if self._others.first_s and not first_s:
+            self._head_since_s = now_s
+        self._others = _Others(number, work_s, first_s, now_s)
+
+    @property
+    def own_s(self) -> float:
+        """The work of the requests known here."""
+        return self._total_s if self._work_s else 0.0
 
     @property
     def terms(self) -> tuple[float, float, float]:
         """Return (all predicted work, the head's work, when the head became the first), in seconds."""
-        if not self._work_s:
-            return self._others_s, 0.0, 0.0
-        return self._total_s + self._others_s, next(iter(self._work_s.values())), self._head_since_s
+        others, total_s = self._others, self.own_s + self._others.work_s
+        if others.first_s:
+            return total_s, others.first_s, others.since_s
+        return total_s, next(iter(self._work_s.values()), 0.0), self._head_since_s
 
     def wait_s(self, now_s: float) -> float:
         """Return the work ahead of a new request; a head that takes longer than predicted counts as about to end."""
         total_s, head_s, since_s = self.terms
         return max(0.0, total_s - min(now_s - since_s, head_s))
+
+
+class _Others(NamedTuple):
+    number: int = 0
+    work_s: float = 0.0
+    first_s: float = 0.0
+    since_s: float = 0.0
+
+
+_NO_OTHERS = _Others()
 
 
 class Slots:
@@ -137,7 +162,7 @@ class PrefillTable:
 
     def update(self, slot: int, backlog: Backlog) -> None:
         """Must be called after every change of the backlog."""
-        self.assigned[slot] = len(backlog)
+        self.assigned[slot] = backlog.num_requests
         self._total_s[slot], self._head_s[slot], self._since_s[slot] = backlog.terms
 
     def wait_s(self, now_s: float) -> Column:

@@ -56,6 +56,7 @@ class Traffic:
     def __init__(self) -> None:
         self.num_sources = 1
         self.num_flows = 0
+        self.busy_mask = 0  # of `busy_slots`
         self.leaving: dict[str, Handoffs] = {}  # by machine
         self._flows: dict[str, _Flow] = {}
         self._handoffs: dict[str, _Flow] = {}
@@ -139,8 +140,10 @@ class Traffic:
             each.num_flows += sign
             each.nbytes += sign * flow.nbytes
         self.num_flows = self._all.num_flows
+        self.busy_mask |= 1 << flow.slot
         if not load.num_flows:
             del self._to[flow.slot]
+            self.busy_mask ^= 1 << flow.slot
 
     def _count_handoff(self, flow: _Flow, sign: int) -> None:
         handoffs = self.leaving.setdefault(flow.machine, Handoffs())

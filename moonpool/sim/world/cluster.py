@@ -48,11 +48,12 @@ class SimFrontend:
 
     def route(self, job: Job, tenant: str, priority: int, exclude: tuple[str, ...] = (), num_written: int = 0) -> None:
         """Route a job to workers not in `exclude`. The client has `num_written` tokens of the answer already."""
+        job.asked_tokens = max(job.num_output, self._room(job, num_written))
         call = Route(
             request_id=job.request_id,
             keys=job.keys,
             num_tokens=job.num_input,
-            max_tokens=max(job.num_output, self._room(job, num_written)),
+            max_tokens=job.asked_tokens,
             exclude=exclude,
             tenant=tenant,
             priority=priority,
@@ -106,21 +107,24 @@ class SimCluster:
         self.config, self.trace = config, trace
         self.jobs: list[Job] = []
         self._components = components = ClusterComponents(
-            config, trace, self._first_token, self._handed_over, self._ended
+            config, trace, self._first_token, self._handed_over, self._ended, self._capacity_changed
         )
-        self.clock, self.conductor, self.runs = components.clock, components.conductor, components.runs
+        self.clock, self.conductors, self.runs = components.clock, components.conductors, components.runs
         self.pools, self.prefills, self.decodes = components.pools, components.prefills, components.decodes
-        self._frontend = SimFrontend(
-            self.clock,
-            self.conductor,
-            config.policy,
-            config.asked_tokens,
-            config.num_pages(trace.block_tokens) * trace.block_tokens,
-            self._sent,
-            self._refused,
-            components.promote,
-        )
-        self.roles = SimRoles(config, components, self._is_busy, self._frontend.capacity_changed)
+        self._frontends = [
+            SimFrontend(
+                self.clock,
+                conductor,
+                config.policy,
+                config.asked_tokens,
+                config.num_pages(trace.block_tokens) * trace.block_tokens,
+                self._sent,
+                self._refused,
+                components.promote,
+            )
+            for conductor in self.conductors
+        ]
+        self.roles = SimRoles(config, components, self._is_busy, self._capacity_changed)
         self._retries: RequestRetries | None = None  # only if nodes fail
         if config.failures:
             self._retries = RequestRetries(config.retry, trace.block_tokens)
@@ -132,7 +136,21 @@ class SimCluster:
         return self.jobs
 
     def _is_busy(self) -> bool:
-        return len(self.jobs) < len(self.trace) or self.conductor.num_open > 0 or self._frontend.num_waiting > 0
+        num_open = sum([conductor.num_open for conductor in self.conductors])
+        return len(self.jobs) < len(self.trace) or num_open > 0 or any(each.num_waiting for each in self._frontends)
+
+    @property
+    def conductor(self) -> ConductorState:
+        """The only one, or the first of several."""
+        return self.conductors[0]
+
+    def _number_of(self, job: Job) -> int:
+        """Return the number of the conductor that routes the job."""
+        return job.number % len(self.conductors)
+
+    def _capacity_changed(self) -> None:
+        for frontend in self._frontends:
+            frontend.capacity_changed()
 
     # --- a request from arrival to end ---
 
@@ -150,7 +168,7 @@ class SimCluster:
 
     def _route(self, job: Job) -> None:
         tenant, priority = self.trace.tenant, self.trace.priority
-        self._frontend.route(
+        self._frontends[self._number_of(job)].route(
             job,
             "" if tenant is None else str(tenant[job.number]),
             0 if priority is None else int(priority[job.number]),
@@ -172,6 +190,7 @@ class SimCluster:
 
     def _sent(self, job: Job, decision: Decision) -> None:
         job.prefill, job.decode, job.predicted_ttft_s = decision.prefill.name, decision.decode.name, decision.ttft_s
+        job.expected_tokens = decision.reused_tokens
         job.asks_before_decode = decision.asks_before_decode and not (self._retries and self._retries.num_written(job))
         # The policy's limit is about the shared pool, not about the node's own memory.
         takes_all = self.config.pool == "local" or self.config.always_pulls
@@ -198,15 +217,15 @@ class SimCluster:
 
     def _first_token(self, job: Job) -> None:
         """Handle a computed prompt. The prefill is wasted if the conductor refuses the decode now."""
-        now_s = self.clock.now_s
+        now_s, conductor = self.clock.now_s, self.conductors[self._number_of(job)]
         if job.asks_before_decode and job.num_output > 1:
             try:
-                self.conductor.before_decode(job.request_id, now_s)
+                conductor.before_decode(job.request_id, now_s)
             except Overloaded as error:
                 job.is_wasted = True
                 job.outcome, job.reason = REFUSED, str(error)
-        self.conductor.prefill_ended(job.request_id, now_s)
-        self._frontend.capacity_changed()
+        conductor.prefill_ended(job.request_id, now_s)
+        self._frontends[self._number_of(job)].capacity_changed()
 
     def _handed_over(self, job: Job) -> None:
         if self.config.changes_roles:  # the pages that the prompt had are free for answers now
@@ -263,8 +282,8 @@ class SimCluster:
             outcome=outcome,
             parts=PrefillParts(queue_s=0.0, compute_s=0.0, handoff_s=job.handoff_s) if job.handoff_s else None,
         )
-        self.conductor.request_ended(call, self.clock.now_s)
-        self._frontend.capacity_changed()
+        self.conductors[self._number_of(job)].request_ended(call, self.clock.now_s)
+        self._frontends[self._number_of(job)].capacity_changed()
 
     # --- lost workers ---
 
@@ -320,7 +339,7 @@ class SimCluster:
 
     def _worker_back(self, worker: str) -> None:
         self._components.register(worker)
-        self._frontend.capacity_changed()
+        self._capacity_changed()
 
 
 def _is_open(job: Job) -> bool:

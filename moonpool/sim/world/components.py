@@ -40,18 +40,27 @@ class ClusterComponents:
     """
 
     def __init__(
-        self, config: ClusterConfig, trace: Trace, on_first_token: OnJob, on_handed_over: OnJob, on_done: OnJob
+        self,
+        config: ClusterConfig,
+        trace: Trace,
+        on_first_token: OnJob,
+        on_handed_over: OnJob,
+        on_done: OnJob,
+        on_reported: Callable[[], None],
     ) -> None:
-        self._config, self._trace = config, trace
+        self._config, self._trace, self._on_reported = config, trace, on_reported
         self.clock = SimClock(_network(config))
-        self.conductor = ConductorState(config.policy, PrefixIndex(max_pool_blocks=1 << 24), num_records=0)
+        self.conductors = [
+            ConductorState(config.policy, PrefixIndex(max_pool_blocks=1 << 24), num_records=0)
+            for _ in range(config.num_conductors)
+        ]
         self.runs = BlockRuns(trace, config.max_run_blocks)
         size, nodes = config.pipeline_nodes, config.prefill_nodes
         self._groups = {nodes[at]: tuple(nodes[at : at + size]) for at in range(0, len(nodes), size)}
         self.worker_of = {node: name for name, group in self._groups.items() for node in group}
         self.worker_of |= {node: node for node in config.decode_nodes}
         self._incarnations = dict.fromkeys([*self._groups, *config.decode_nodes], INCARNATION)
-        self._registrations: dict[str, Registration] = {}
+        self._registrations: dict[str, list[Registration]] = {}
         self.roles = dict.fromkeys(self._groups, WorkerRole.PREFILL)
         self.roles |= dict.fromkeys(config.decode_nodes, WorkerRole.DECODE)
         self._fixed = dict.fromkeys(self.roles, not config.elastic)
@@ -87,10 +96,11 @@ class ClusterComponents:
             step_tokens=self._config.max_batch_tokens if self._config.pipeline > 1 else 0,
             host=name,
         )
-        self._registrations[name] = self.conductor.register(info)
+        self._registrations[name] = [conductor.register(info) for conductor in self.conductors]
 
     def unregister(self, name: str) -> None:
-        self.conductor.unregister(self._registrations.pop(name))
+        for conductor, registration in zip(self.conductors, self._registrations.pop(name), strict=True):
+            conductor.unregister(registration, self.clock.now_s)
 
     def take_role(self, name: str, assigned: AssignedRole) -> None:
         """Register the worker again in this role. It goes on with what it has begun in its old role."""
@@ -101,7 +111,9 @@ class ClusterComponents:
     def restart(self, name: str) -> None:
         """Reset a crashed worker to a new process without state. The caller registers it when it is back."""
         self._incarnations[name] += 1
+        self.reporters[name].stop()
         schedulers, reporter = self._make_schedulers(name)
+        self.reporters[name] = reporter
         if name in self.decodes:
             self.decodes[name].restart(schedulers[WorkerRole.DECODE], reporter)
         else:
@@ -133,12 +145,14 @@ class ClusterComponents:
         pages = PageManager(self._num_pages(name), self._trace.block_tokens, max_events)
         schedulers = {role: JumpingScheduler(self._limits(role), pages) for role in roles}
         reporter = SimReporter(
+            self.clock,
             name,
             self._incarnations[name],
             tuple(schedulers.values()),
-            self.conductor,
+            self.conductors,
             config.report_every_s,
             self.runs,
+            self._on_reported,
         )
         return schedulers, reporter
 
@@ -207,7 +221,8 @@ class ClusterComponents:
         if config.pool == "shared":
             everywhere = config.decode_nodes_hold_blocks or config.changes_roles
             nodes = config.prefill_nodes + (config.decode_nodes if everywhere else [])
-            self.conductor.set_pool_nodes({node: node for node in nodes})
+            for conductor in self.conductors:
+                conductor.set_pool_nodes({node: node for node in nodes})
             return dict.fromkeys(self._groups, self._make_pool(nodes, self._pool_changed))
         return dict.fromkeys(self._groups)
 
@@ -228,9 +243,13 @@ class ClusterComponents:
         )
 
     def _pool_changed(self, changes: Changes) -> None:
-        """Pass changes to the conductor's index, as blocks (it knows no runs). Block numbers are their fingerprints."""
-        index, runs = self.conductor.index, self.runs
-        at = 0
+        """Pass changes to the conductors' indices, as blocks (they know no runs). Block numbers are their
+        fingerprints."""
+        for conductor in self.conductors:
+            self._update_index(conductor.index, changes)
+
+    def _update_index(self, index: PrefixIndex, changes: Changes) -> None:
+        runs, at = self.runs, 0
         for node, count in changes.nodes:
             index.update_pool_prints(runs.blocks_of_all(changes.stored[at : at + count]), (), node)
             at += count
@@ -248,18 +267,19 @@ class ClusterComponents:
     # --- initial costs ---
 
     def _calibrate(self) -> None:
-        """Give the conductor what real workers measure before they register, on idle machines."""
+        """Give the conductors what real workers measure before they register, on idle machines."""
         cost, size = self._config.cost, self._config.pipeline_nodes
         bandwidth = self._config.node.network_bandwidth * size
-        self.conductor.costs.learn(
-            prefills=list(_calibration_prefills(self._prefill_s)),
-            decodes=[
-                DecodeSample(num_seqs, num_seqs * context, cost.decode_step_s(num_seqs, num_seqs * context))
-                for num_seqs in (1, 8, 32)
-                for context in (1024, 8192, 32_768)
-            ],
-            pulls=[PullSample(nbytes, nbytes / bandwidth) for nbytes in (1 << 28, 1 << 30, 1 << 32, 1 << 34)],
-        )
+        for conductor in self.conductors:
+            conductor.costs.learn(
+                prefills=list(_calibration_prefills(self._prefill_s)),
+                decodes=[
+                    DecodeSample(num_seqs, num_seqs * context, cost.decode_step_s(num_seqs, num_seqs * context))
+                    for num_seqs in (1, 8, 32)
+                    for context in (1024, 8192, 32_768)
+                ],
+                pulls=[PullSample(nbytes, nbytes / bandwidth) for nbytes in (1 << 28, 1 << 30, 1 << 32, 1 << 34)],
+            )
 
     @property
     def _prefill_s(self) -> Callable[[int, int], float]:

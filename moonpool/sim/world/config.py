@@ -33,6 +33,7 @@ from moonpool.sim.physics.roofline import kv_capacity_tokens
 from moonpool.sim.world.pool import sim_pool_rules
 
 Kind = Literal["crash", "slow", "frozen"]
+REPORT_EVERY_S = 0.05  # between two reports of a real worker, if few workers report
 _NUMBER = r"\d+(?:\.\d+)?"
 _TEXT = re.compile(rf"(?P<node>[a-z]+\d+)@(?P<at>{_NUMBER})(?:\+(?P<lasts>{_NUMBER}))?(?::(?P<kind>.+))?")
 _SLOW = re.compile(rf"slow=({_NUMBER})")
@@ -154,7 +155,8 @@ class ClusterConfig:
     always_pulls: bool = False  # prefill workers ignore the policy's limit of pool blocks
     max_batch_tokens: int = 8192  # per step of a prefill worker
     max_num_seqs: int = 256
-    report_every_s: float = 1.0
+    report_every_s: float = 1.0  # less often than real workers: a single conductor learns little from load reports
+    num_conductors: int = 1  # each routes an equal part of the requests; the first one may change roles
     # max_tokens of a request, or the length of its answer if that is more; None: as many as its context has room for,
     # which is what clients ask for that set no limit
     asked_tokens: int | None = None
@@ -164,8 +166,10 @@ class ClusterConfig:
     retry: RetryPolicy = field(default_factory=RetryPolicy)  # of requests that lost a worker
 
     def __post_init__(self) -> None:
-        if self.num_prefill < 1 or self.num_decode < 1:
-            raise ConfigError("a cluster has at least one prefill and one decode node")
+        if self.num_prefill < 1 or self.num_decode < 1 or self.num_conductors < 1:
+            raise ConfigError("a cluster has at least one prefill node, one decode node and one conductor")
+        if self.num_conductors > 1 and self.pipeline > 1:
+            raise ConfigError("several conductors with nodes that share long prompts are not simulated")
         if self.pipeline_nodes < 1 or self.num_prefill % self.pipeline_nodes:
             raise ConfigError(f"{self.num_prefill} prefill nodes are no pipelines of {self.pipeline_nodes}")
         num_stages = max(self.pipeline_nodes, self.pipeline)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from moonpool.base.cluster import DecodeSample
+from moonpool.base.cluster import DecodeSample, ReportedRequest
 from moonpool.base.errors import NoSpace
 from moonpool.engine.blocks import PageGrant
 from moonpool.engine.jumping import JumpingScheduler
@@ -42,13 +42,18 @@ class DecodeWorker:
         turns: EngineTurns | None = None,
     ) -> None:
         self._clock, self.node, self.scheduler = clock, node, scheduler
-        self._reporter, self._on_done = reporter, on_done
+        self._on_done = on_done
         self._block_tokens = scheduler.pages.block_tokens
         self._stepper = Stepper(clock, scheduler, cost, self._stepped, turns)
         self._jobs: dict[str, Job] = {}
+        self._coming: dict[str, Job] = {}  # jobs whose prompts are not here yet
         self._waiting: deque[tuple[Job, Callable[[int], None]]] = deque()  # jobs that wait for pages
         self._last_s = 0.0  # time of its last token, once it has stopped
-        reporter.unreserved_pages = self._unreserved_pages
+        self._attach(reporter)
+
+    def _attach(self, reporter: SimReporter) -> None:
+        self._reporter = reporter
+        reporter.unreserved_pages, reporter.answers = self._unreserved_pages, self._answers
 
     @property
     def num_waiting(self) -> int:
@@ -66,12 +71,20 @@ class DecodeWorker:
     def reserve(self, job: Job, on_reserved: Callable[[int], None]) -> None:
         """Reserve pages for the prompt, now or when pages become free. Then call `on_reserved` with the
         number of tokens whose KV is here already."""
+        self._coming[job.request_id] = job
         self._waiting.append((job, on_reserved))
         self._reporter.arrived.append(job.request_id)
+        self._reporter.request_came()
         self.grant_waiting()
 
     def _unreserved_pages(self) -> int:
         return sum([pages_for(job.num_input + 1, self._block_tokens) for job, _ in self._waiting])
+
+    def _answers(self) -> list[ReportedRequest]:
+        coming = [ReportedRequest(job.request_id, job.num_input, 0, job.asked_tokens) for job in self._coming.values()]
+        return coming + [
+            ReportedRequest(job.request_id, 0, job.num_input, job.asked_tokens) for job in self._jobs.values()
+        ]
 
     def grant_waiting(self) -> None:
         """Give free pages to waiting jobs, in their order."""
@@ -94,11 +107,14 @@ class DecodeWorker:
 
     def release(self, job: Job) -> None:
         """Free the pages of a request that ends without decoding."""
+        self._coming.pop(job.request_id, None)
+        self._reporter.request_came()
         self.scheduler.pages.release(job.request_id)
         self.grant_waiting()
 
     def cancel(self, job: Job) -> None:
         """Free the pages of a job whose prompt will not arrive. The caller has to call `grant_waiting` afterwards."""
+        self._coming.pop(job.request_id, None)
         waiting = [each for each in self._waiting if each[0] is not job]
         if len(waiting) == len(self._waiting):
             self.scheduler.pages.release(job.request_id)
@@ -109,6 +125,7 @@ class DecodeWorker:
     def stop(self) -> None:
         """Crash. `output_of` still returns what was written, until `restart`."""
         self._waiting.clear()
+        self._coming.clear()
         self._last_s = self._stepper.stop()
 
     def output_of(self, job: Job) -> AttemptOutput:
@@ -125,8 +142,8 @@ class DecodeWorker:
 
     def restart(self, scheduler: JumpingScheduler, reporter: SimReporter) -> None:
         """Start again after `stop`, as a new process without state."""
-        self.scheduler, self._reporter = scheduler, reporter
-        reporter.unreserved_pages = self._unreserved_pages
+        self.scheduler = scheduler
+        self._attach(reporter)
         self._stepper.restart(scheduler)
         self._jobs = {}
 
@@ -139,7 +156,9 @@ class DecodeWorker:
         )
         sequence.pages = self.scheduler.pages.detach(job.request_id)
         sequence.num_computed_tokens = job.num_input
+        self._coming.pop(job.request_id, None)
         self._jobs[job.request_id] = job
+        self._reporter.request_came()
         self.scheduler.adopt(sequence)
         self._stepper.request_joined()
 

@@ -19,12 +19,14 @@ class Job:
     __slots__ = (
         "alone_s",
         "arrival_s",
+        "asked_tokens",
         "asks_before_decode",
         "attempt",
         "compute_s",
         "decode",
         "dram_tokens",
         "end_s",
+        "expected_tokens",
         "first_entry",
         "first_gap_s",
         "first_token_s",
@@ -59,6 +61,8 @@ class Job:
         self.runs: list[tuple[int, int, int]] = []  # the runs of these blocks, see BlockRuns
         self.num_runs_passed = 0  # runs whose blocks are computed or reused already
         self.max_pool_blocks: int | None = None
+        self.asked_tokens = 0  # of the answer at most, as the client has asked
+        self.expected_tokens = 0  # of the prompt, which the conductor expects to be reused
         self.asks_before_decode = False
         self.is_wasted = False  # it was refused after its prompt had been computed
         self.num_flows = 0  # flows of its KV to the decode worker, not ended yet

@@ -133,12 +133,14 @@ class PrefillWorker:
             self._block_tokens,
             prefill_only=True,
             hold_pages=True,
+            expected_tokens=job.expected_tokens,
         )
         found, sequence.num_pool_blocks = find_prefix(self._pool, job, sequence.num_reusable_blocks, self.node)
         self._pool_hits[job.request_id] = found
         self._jobs[job.request_id] = job
         self._present[job.request_id] = present_tokens
         self.scheduler.add(sequence)
+        self._reporter.request_came()
         if self._chunks and self._ahead is not None:
             self._ahead.begin(self._pool_hits)
         self._begin_step()

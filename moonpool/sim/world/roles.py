@@ -25,7 +25,7 @@ class SimRoles:
         is_busy: Callable[[], bool],
         on_changed: Callable[[], None],
     ) -> None:
-        self._components, self._clock, self._conductor = components, components.clock, components.conductor
+        self._components, self._clock, self._conductor = components, components.clock, components.conductors[0]
         self._is_busy, self._on_changed = is_busy, on_changed
         self._asked: set[str] = set()  # workers that will learn of their new role by their next report
         self.refused: list[tuple[RoleChange, str]] = []  # a person's orders that the conductor refused, and why

@@ -56,6 +56,7 @@ class SimSequence(Sequence):
         num_output: int = 0,
         prefill_only: bool = False,
         hold_pages: bool = False,
+        expected_tokens: int = 0,
     ) -> None:
         assert len(keys) == num_prompt // block_tokens, "one key for each full block"
         self._number = number
@@ -73,6 +74,7 @@ class SimSequence(Sequence):
         self.pages = []
         self.num_computed_tokens = self.num_preemptions = self.num_sealed_blocks = self.num_cached_tokens = 0
         self.ahead_limit = NO_LIMIT
+        self.expected_tokens = expected_tokens
         self.num_alone_steps = 0  # not simulated: the few steps that a suspect request runs alone
         self.extend(TOKEN, num_output)
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moonpool.base.cluster import ReportedRequest
 from moonpool.base.errors import Cancelled, Internal, MoonpoolError
 from moonpool.engine.blocks import PageManager
+from moonpool.engine.request_report import reported_stage
 from moonpool.engine.runner import Runner
 from moonpool.engine.sequence import Chunk, pages_for
 from moonpool.engine.stages import StageQueue
@@ -82,10 +84,10 @@ class StageRunner:
     def block_tokens(self) -> int:
         return self._pages.block_tokens
 
-    @property
-    def waiting_tokens(self) -> int:
-        """Return the work that the stages here still have, in tokens of whole prompts."""
-        return sum(self.work_tokens(prompt, self._tokens_left(prompt)) for prompt in self._prompts.values())
+    def waiting_work(self) -> list[ReportedRequest]:
+        """Return what the stages here still have to compute, in tokens of whole prompts."""
+        left = [(each.name, self.work_tokens(each, self._tokens_left(each))) for each in self._prompts.values()]
+        return [reported_stage(name, num_tokens) for name, num_tokens in left if num_tokens]
 
     def work_tokens(self, prompt: StagedPrompt, num_tokens: int) -> int:
         """Return the work of `num_tokens` at this stage, which has some of the layers, in tokens of whole prompts."""
