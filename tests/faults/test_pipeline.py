@@ -24,6 +24,7 @@ from moonpool.worker.pipeline.stage_runner import StagedPrompt
 def _fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The priors say that a pipeline is worth it for a long prompt, and nothing that this host measures changes it."""
     monkeypatch.setattr(CostModels, "learn", lambda *_: None)
+    monkeypatch.setattr(CostModels, "learn_handoff", lambda *_: None)
 
 
 @pytest.mark.parametrize("shm", [True, False])
