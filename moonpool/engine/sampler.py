@@ -166,30 +166,20 @@ def sample(
 ) -> list[SampledToken | MoonpoolError]:
     """Return one outcome per row of `logits` [rows, vocab]: its token, or its error. `logits` are not changed.
 
-    Without an `adjuster`, which has counted the tokens of the step before, each row's tokens are counted now.
+    Without an `adjuster`, which has counted the tokens of the step before, each row's tokens are counted now; the
+    logits are then on the CPU, or no row is adjusted.
     """
     assert logits.shape[0] == len(rows), "a row of logits per request"
     if not any(row.is_adjusted for row in rows):
         tokens = _choose(Adjusted(logits, most_likely(logits)), rows)
     else:
-        adjuster = adjuster or new_adjuster(logits, rows)
+        adjuster = adjuster or HostAdjuster(len(rows), max(row.position for row in rows))
         with adjuster.adjusted(logits, rows) as adjusted:
             tokens = _choose(adjusted, rows)
     return [
         _row_error(logits[i], row) if token is None else _with_logprobs(logits[i], row, token)
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True))
     ]
-
-
-def new_adjuster(logits: torch.Tensor, rows: Sequence[SampleRow]) -> LogitsAdjuster:
-    """Return an adjuster that has counted nothing yet, for rows of one step."""
-    longest = max(row.position for row in rows)
-    if not logits.is_cuda:
-        return HostAdjuster(len(rows), longest)
-    # Only here: triton is installed where there is a GPU.
-    from moonpool.engine.device_counts import DeviceCounts
-
-    return DeviceCounts(logits.device, logits.shape[-1], len(rows), longest)
 
 
 def most_likely(logits: torch.Tensor) -> list[int]:

@@ -39,7 +39,7 @@ _NAMED = 3  # requests
 _LOG = logging.getLogger(__name__)
 
 
-class Task(NamedTuple):
+class EngineTask(NamedTuple):
     """What the engine's thread does, and with which chunks. With `expected_s` None it cannot be said how long that
     takes. `waits_s` is for what ends by itself within that time."""
 
@@ -67,13 +67,13 @@ class TaskLimits:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0", param=name)
 
-    def limit_s(self, task: Task) -> float:
+    def limit_s(self, task: EngineTask) -> float:
         """Return after how long the task counts as hanging."""
         if task.expected_s is None:
             return max(self.step_limit_s, self.prepare_limit_s) + task.waits_s
         return max(self.step_limit_s, _TIMES_EXPECTED * task.expected_s) + task.waits_s
 
-    def due_s(self, task: Task) -> float:
+    def due_s(self, task: EngineTask) -> float:
         """Return after how long the task is overdue."""
         return (self.limit_s(task) - task.waits_s) / 2 + task.waits_s
 
@@ -81,7 +81,7 @@ class TaskLimits:
 class WatchedTask(NamedTuple):
     """The task under way as the watchdog saw it last. `seconds`: without standstills of the process."""
 
-    task: Task
+    task: EngineTask
     seconds: float
     due_s: float
     limit_s: float
@@ -101,10 +101,10 @@ class TaskWatch:
 
     def __init__(self, limits: TaskLimits) -> None:
         self._limits = limits
-        self._task: Task | None = None
+        self._task: EngineTask | None = None
         self._seen_s = 0.0
 
-    def look(self, task: Task | None, now_s: float) -> WatchedTask | None:
+    def look(self, task: EngineTask | None, now_s: float) -> WatchedTask | None:
         """`now_s` comes from a clock that stands still while the process does. Tasks are told apart by identity."""
         if task is not self._task:
             self._task, self._seen_s = task, now_s
@@ -150,7 +150,7 @@ class EngineProgress:
     """
 
     def __init__(self, clock: Clock, *, launches: bool) -> None:
-        self.task: Task | None = None
+        self.task: EngineTask | None = None
         self.watched: WatchedTask | None = None
         self.costs = StepCosts()
         self.thread_id: int | None = None
@@ -169,23 +169,23 @@ class EngineProgress:
 
     def begin(self, what: str) -> None:
         """Something begins that should take no time worth mentioning."""
-        self.task = Task(what)
+        self.task = EngineTask(what)
 
     def begin_step(self, what: str, work: float, waits_s: float = 0.0, chunks: Sequence[Chunk] = ()) -> None:
         if not self._work:
             self._since_s = self._clock.now_s()
         self._work += work
-        self.task = Task(what, self.costs.expected_s(self._work) if self._has_stepped else None, waits_s, chunks)
+        self.task = EngineTask(what, self.costs.expected_s(self._work) if self._has_stepped else None, waits_s, chunks)
 
     def went_on(self) -> None:
         """Part of the task is done, and no other part takes longer than all of it should."""
         if self.task is not None:
-            self.task = Task(*self.task)  # another one for the watchdog
+            self.task = EngineTask(*self.task)  # another one for the watchdog
 
     def prepare(self, what: str) -> None:
         """Something begins that takes long and happens once, such as compiling. Nothing is learnt from its step."""
         self._work = 0.0
-        self.task = Task(what, None, 0.0 if self.task is None else self.task.waits_s)
+        self.task = EngineTask(what, None, 0.0 if self.task is None else self.task.waits_s)
 
     def end_step(self, *, is_read: bool) -> None:
         """The step has ended. `is_read`: its results were waited for."""

@@ -8,7 +8,7 @@ from severe import check_tokens
 from tiny_cluster import RETRY, Answer, Oracle, TinyCluster, greedy, prompt_of, tiny_cluster
 from tiny_gates import Gate
 
-from moonpool.worker.watchdog import Task, TaskLimits
+from moonpool.worker.watchdog import EngineTask, TaskLimits
 
 PARAMS = greedy(6)
 
@@ -16,7 +16,7 @@ PARAMS = greedy(6)
 class LateSoon(TaskLimits):
     """A task is overdue soon and never hangs."""
 
-    def due_s(self, task: Task) -> float:
+    def due_s(self, task: EngineTask) -> float:
         return 0.5
 
 

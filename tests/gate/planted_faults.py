@@ -128,9 +128,8 @@ _PROMISES = (
         (
             (
                 "worker/decode.py",
-                "            self._verifiers, self._verify, incoming, call.checksums\n        )\n",
-                "            self._verifiers, self._verify, incoming, call.checksums\n        )\n"
-                "        await self._on_engine(lambda: None)\n",
+                "            is_good = await checking\n",
+                "            is_good = await checking\n            await self._on_engine(lambda: None)\n",
             ),
         ),
         (_HAND_OFF,),

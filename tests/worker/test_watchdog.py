@@ -28,8 +28,8 @@ from moonpool.worker.loop import EngineLoop
 from moonpool.worker.watchdog import (
     LOOK_S,
     EngineProgress,
+    EngineTask,
     StepCosts,
-    Task,
     TaskLimits,
     TaskWatch,
     Watchdog,
@@ -45,7 +45,7 @@ STANDSTILL_S = 2 * LOOK_S
 class World:
     """A watchdog's looks at one task: every LOOK_S while the process runs, and late when it stood still."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: EngineTask) -> None:
         self.clock = VirtualClock(100.0)
         self._attended, self._watch = AttendedClock(STANDSTILL_S, self.clock), TaskWatch(LIMITS)
         self.task = task
@@ -65,13 +65,13 @@ class World:
         return self.seen
 
 
-TASKS = st.builds(Task, st.just("a step"), st.none() | st.floats(0, 10), st.floats(0, 5))
+TASKS = st.builds(EngineTask, st.just("a step"), st.none() | st.floats(0, 10), st.floats(0, 5))
 SPELLS = st.lists(st.tuples(st.floats(0.01, 8), st.just(0.0) | st.floats(0, 1000)), min_size=1, max_size=12)
 
 
 @given(TASKS, SPELLS)
 def test_what_a_task_takes_counts_and_what_a_stopped_process_takes_does_not(
-    task: Task, spells: list[tuple[float, float]]
+    task: EngineTask, spells: list[tuple[float, float]]
 ) -> None:
     world, limit_s, run_s, num_stops = World(task), LIMITS.limit_s(task), 0.0, 0
     for seconds, stopped_s in spells:
@@ -86,20 +86,20 @@ def test_what_a_task_takes_counts_and_what_a_stopped_process_takes_does_not(
 
 
 def test_a_step_that_goes_on_is_slow_and_does_not_hang() -> None:
-    world = World(Task("a step"))
+    world = World(EngineTask("a step"))
     for _ in range(20):
         assert not world.run(LIMITS.due_s(world.task)).is_overdue
-        world.task = Task(*world.task)  # as went_on() does
+        world.task = EngineTask(*world.task)  # as went_on() does
     assert world.run(2 * LIMITS.limit_s(world.task)).hangs
 
 
 def test_limits_follow_what_is_expected_and_waits_are_added() -> None:
-    assert LIMITS.limit_s(Task("a step", 0.1)) == 6.0, "at least step_limit_s"
-    assert LIMITS.limit_s(Task("a step", 4.0)) == 20.0, "five times what is expected"
-    assert LIMITS.limit_s(Task("a step", 4.0, waits_s=10.0)) == 30.0
-    assert LIMITS.due_s(Task("a step", 4.0, waits_s=10.0)) == 20.0, "a pull may take its time"
-    assert LIMITS.limit_s(Task("a capture", None)) == 60.0
-    assert TaskLimits(100.0, 60.0).limit_s(Task("a capture", None)) == 100.0, "never less than a step"
+    assert LIMITS.limit_s(EngineTask("a step", 0.1)) == 6.0, "at least step_limit_s"
+    assert LIMITS.limit_s(EngineTask("a step", 4.0)) == 20.0, "five times what is expected"
+    assert LIMITS.limit_s(EngineTask("a step", 4.0, waits_s=10.0)) == 30.0
+    assert LIMITS.due_s(EngineTask("a step", 4.0, waits_s=10.0)) == 20.0, "a pull may take its time"
+    assert LIMITS.limit_s(EngineTask("a capture", None)) == 60.0
+    assert TaskLimits(100.0, 60.0).limit_s(EngineTask("a capture", None)) == 100.0, "never less than a step"
     with pytest.raises(ConfigError, match="step_limit_s"):
         TaskLimits(0.0, 60.0)
 
@@ -132,15 +132,15 @@ def test_context_is_work() -> None:
     chunks = [Chunk("r1/1", 0, (5,) * 100, (), False), Chunk("r2/1", 8192, (5,), (), True)]
     assert work_of_step(chunks) == work_of(100, 0) + work_of(1, 8192) == 103
     names = [Chunk(f"r{number}", 0, (5, 6), (), True) for number in range(5)]
-    assert Task("a step", chunks=names).describe() == "a step of 10 tokens for r0, r1, r2, ..."
-    assert Task("a step", chunks=chunks).describe() == "a step of 101 tokens for r1/1, r2/1"
+    assert EngineTask("a step", chunks=names).describe() == "a step of 10 tokens for r0, r1, r2, ..."
+    assert EngineTask("a step", chunks=chunks).describe() == "a step of 101 tokens for r1/1, r2/1"
 
 
 def progress_of(clock: VirtualClock, *, launches: bool) -> EngineProgress:
     """One whose first step is over."""
     progress = EngineProgress(clock, launches=launches)
     progress.begin_step("the first", 10)
-    assert progress.task == Task("the first", None), "it may prepare anything"
+    assert progress.task == EngineTask("the first", None), "it may prepare anything"
     progress.end_step(is_read=True)
     return progress
 
@@ -165,7 +165,7 @@ def test_a_chunk_on_a_cpu_is_computed_when_it_ends() -> None:
     clock.advance(1.0)
     progress.end_step(is_read=False)
     progress.begin_step("the next", 50, waits_s=3.0)
-    assert progress.task == Task("the next", 1.0, 3.0)
+    assert progress.task == EngineTask("the next", 1.0, 3.0)
 
 
 def test_nothing_is_learnt_from_a_step_that_prepares_something() -> None:
@@ -173,7 +173,7 @@ def test_nothing_is_learnt_from_a_step_that_prepares_something() -> None:
     progress = progress_of(clock, launches=True)
     progress.begin_step("a step", 64, waits_s=1.0)
     progress.prepare("a capture")
-    assert progress.task == Task("a capture", None, 1.0)
+    assert progress.task == EngineTask("a capture", None, 1.0)
     clock.advance(30.0)
     progress.end_step(is_read=True)
     assert progress.costs.expected_s(64) is None

@@ -11,7 +11,7 @@ import time
 
 from moonpool.base.clock import SystemClock
 from moonpool.base.process import EXIT_HANGS
-from moonpool.worker.watchdog import EngineProgress, Task, TaskLimits, Watchdog
+from moonpool.worker.watchdog import EngineProgress, EngineTask, TaskLimits, Watchdog
 
 LIMIT_S = 2.0
 _told = threading.Event()
@@ -20,7 +20,7 @@ _told = threading.Event()
 class LateSoon(TaskLimits):
     """What is overdue soon and never hangs."""
 
-    def due_s(self, task: Task) -> float:
+    def due_s(self, task: EngineTask) -> float:
         return LIMIT_S / 2
 
 
