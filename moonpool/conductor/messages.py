@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 
 from moonpool.base.cluster import WorkerInfo, WorkerLoad, WorkerRole
-from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Signed, Tokens
+from moonpool.base.ranges import ChainKey, Count, Positive, Seconds, Signed, Tokens, Weight
 from moonpool.base.rpc import Call, StreamCall
 
 # Callers that change workers ask again for this long: when the conductor that may change them ends, another one gets
@@ -82,9 +82,9 @@ class Route(Call[Decision]):
     """Raises Overloaded when no pair of workers meets the targets, Unavailable when there are no workers, PromptTooLong
     when the prompt is longer than the KV memory of every worker.
 
-    The answer may come late: a request that does not fit now waits in the queue, higher priorities first and tenants in
-    fair turns (request_queue.py). Cancelling the call removes the request from the queue. Routing a request again first
-    undoes its earlier assignment.
+    The answer may come late: a request that does not fit now waits in the queue, in fair turns of the tenants and by
+    the priorities of each tenant's own requests (request_queue.py). Cancelling the call removes the request from the
+    queue. Routing a request again first undoes its earlier assignment.
     """
 
     request_id: str
@@ -93,7 +93,8 @@ class Route(Call[Decision]):
     max_tokens: Tokens
     exclude: tuple[str, ...] = ()  # workers that just failed this request
     tenant: str = ""
-    priority: Signed = 0  # the highest first
+    weight: Weight = 1.0  # of the tenant: its share relative to those of others
+    priority: Signed = 0  # among the tenant's own requests, the highest first
     has_output: bool = False  # the last tokens are those of an answer that goes on
     is_stored: bool = False  # the pool has all full blocks: the last decode worker has put them there
 

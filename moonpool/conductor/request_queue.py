@@ -1,14 +1,16 @@
-"""Requests that do not fit now wait here, by priority and in fair turns of their tenants. Pure.
+"""Requests that do not fit now wait here, in fair turns of their tenants. Pure.
 
 A request is sent at once when no request waits, admission accepts it, and some prefill worker has little work ahead: at
-most a quarter of the TTFT target (any amount without a target). So workers always have work, and the rest waits here,
-where the order can still change. A request also waits when too many answers are being decoded: it is sent when some of
-them end. A request is refused at once if it would be late anyway: if the prompts ahead of it, here and at its worker,
-or its own prompt take longer than its target.
+most `worker_backlog_s`, and at most a quarter of the TTFT target. So workers always have work, and the rest waits here,
+where the order can still change (admission/queue.py). A request also waits when too many answers are being decoded: it
+is sent when some of them end. A request is refused at once if it would be late anyway: if the prompts ahead of it, here
+and at its worker, or its own prompt take longer than its target.
 
-A request waits until its TTFT target can no longer be met, or for `queue_timeout_s` if there is no target. Nothing is
-polled: the caller calls `dispatch` after every change of the state and at `next_event_s`. When load alone makes a
-request wait, other requests are under way, and the end of each is a change.
+A request waits until its TTFT target can no longer be met. With a target of the time between tokens alone it waits for
+`queue_timeout_s`, and without targets until its front end gives it up. While there are no workers, a request that has
+no deadline here does not wait: its front end knows how long to ask again (retries.py).
+
+Nothing is polled: the caller calls `dispatch` after every change of the state and at `next_event_s`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from moonpool.conductor.placement.policy import PolicyConfig
 from moonpool.conductor.registration import WeighedRequest
 from moonpool.conductor.state import ConductorState
 
-_BACKLOG_SHARE = 0.25  # of the TTFT target: enough to fill a worker's batches; most of the order is decided here
+_BACKLOG_SHARE = 0.25  # of the TTFT target: most of the order is decided here
+_ROUNDING_S = 1e-6  # by which a backlog may be larger than allowed: times are added to it and subtracted again
 
 
 class QueueAnswer(NamedTuple):
@@ -56,9 +59,10 @@ class RequestQueue:
     ) -> None:
         """`promote` is called with the chain keys of blocks that a request which waits will pull from SSD."""
         self._state, self._promote = state, promote
-        self._config = config
-        self._queue = AdmissionQueue(QueueConfig(capacity=config.max_waiting)) if config.max_waiting else None
-        self._max_backlog_s = math.inf if config.ttft_slo_s is None else _BACKLOG_SHARE * config.ttft_slo_s
+        self._config, self._has_target = config, config.targets.has_target
+        self._queue = None if config.max_waiting == 0 else AdmissionQueue(QueueConfig(capacity=config.max_waiting))
+        slo_s = math.inf if config.ttft_slo_s is None else config.ttft_slo_s
+        self._max_backlog_s = min(config.worker_backlog_s, _BACKLOG_SHARE * slo_s)
         self._waiting: dict[str, _Waiting] = {}
         self._displaced: list[QueueAnswer] = []  # refused in favour of others; not returned yet
         self.wait_times = TimeHistogram()  # of all requests that have left
@@ -74,7 +78,7 @@ class RequestQueue:
         self._leave(call.request_id, now_s)
         self._state.begin(call, now_s, wall_s)
         try:
-            weighed = self._state.weigh(call, now_s, self._ahead_s(call.priority))
+            weighed = self._state.weigh(call, now_s, self._ahead_s(call, now_s))
         except MoonpoolError as error:
             raise self._state.refuse(call.request_id, error) from None
         verdict = weighed.verdict
@@ -97,10 +101,10 @@ class RequestQueue:
         answers += [self._refused(refusal, now_s) for refusal in self._queue.expire(now_s)]
 
         def fits(request: WaitingRequest) -> bool:
-            decision = self._try_to_send(self._waiting[request.request_id], now_s)
-            if decision is not None:
-                answers.append(QueueAnswer(request.request_id, decision))
-            return decision is not None
+            outcome = self._try_to_send(self._waiting[request.request_id], request.start_by_s is None, now_s)
+            if outcome is not None:
+                answers.append(QueueAnswer(request.request_id, outcome))
+            return outcome is not None
 
         for request in self._queue.pop_ready(now_s, fits):
             self._pop(request.request_id, now_s)
@@ -117,26 +121,34 @@ class RequestQueue:
         for request_id in [key for key, one in self._waiting.items() if one.owner == owner]:
             self.cancel(request_id, now_s)
 
-    def next_event_s(self) -> float | None:
+    def next_event_s(self, now_s: float) -> float | None:
         """Return when `dispatch` has something to do even if nothing changes; None: never."""
-        return None if self._queue is None or not self._waiting else self._queue.next_event_s()
+        if self._queue is None or not self._waiting:
+            return None
+        room_s = math.inf if self._has_room(now_s) else self._state.prefills.room_at_s(self._max_backlog_s)
+        late_s = self._queue.next_event_s()
+        at_s = min(room_s, math.inf if late_s is None else late_s)
+        return at_s if math.isfinite(at_s) else None
 
     def _has_room(self, now_s: float) -> bool:
-        return self._state.least_backlog_s(now_s) <= self._max_backlog_s
+        return self._state.least_backlog_s(now_s) <= self._max_backlog_s + _ROUNDING_S
 
-    def _ahead_s(self, priority: int) -> float:
-        """Return the predicted work that is sent before a new request, divided by the number of prefill workers."""
-        if self._queue is None or not self._waiting:
+    def _ahead_s(self, call: Route, now_s: float) -> float:
+        """Return the predicted work that is sent before a new request, divided by the number of prefill workers; 0
+        where no target depends on it."""
+        if self._queue is None or not self._waiting or not self._has_target:
             return 0.0
-        return self._queue.waiting_s(priority) / max(1, len(self._state.prefills.names))
+        ahead_s = self._queue.ahead_s(call.tenant, call.priority, call.weight, now_s)
+        return ahead_s / max(1, len(self._state.prefills.names))
 
     def _enqueue(
         self, queue: AdmissionQueue, call: Route, owner: Hashable, weighed: WeighedRequest, now_s: float
     ) -> None:
         """Put the request into the queue. Raise Overloaded if the queue refuses it."""
-        work_s, target_s = weighed.choice.prefill.service_s, self._config.ttft_slo_s
-        wait_s = self._config.queue_timeout_s if target_s is None else target_s - work_s
-        request = WaitingRequest(call.request_id, call.tenant, work_s, call.priority, now_s + wait_s)
+        work_s = weighed.choice.prefill.service_s
+        wait_s = self._config.max_wait_s(work_s)
+        start_by_s = None if wait_s is None else now_s + wait_s
+        request = WaitingRequest(call.request_id, call.tenant, work_s, call.priority, start_by_s, call.weight)
         refusal = queue.offer(request, now_s)
         if refusal is not None and refusal.request is request:
             self._state.unmet.refused(refusal.cause, weighed.work, now_s)
@@ -151,16 +163,17 @@ class RequestQueue:
             if wanted:
                 self._promote(wanted)
 
-    def _try_to_send(self, waiting: _Waiting, now_s: float) -> Decision | None:
-        unmet = self._state.unmet
-        if not self._has_room(now_s):
+    def _try_to_send(self, waiting: _Waiting, has_no_deadline: bool, now_s: float) -> Decision | MoonpoolError | None:
+        """Return the decision, or the refusal of a request that must not wait; None: it waits on."""
+        unmet, has_workers = self._state.unmet, bool(self._state.prefills.names)
+        if has_workers and not self._has_room(now_s):
             unmet.short_of = WorkerRole.PREFILL
             return None
         waited_s = now_s - waiting.since_s
         try:
             weighed = self._state.weigh(waiting.call, now_s, waited_s)
-        except Unavailable:
-            return None  # workers may come back before the deadline
+        except Unavailable as error:  # with a deadline: workers may come back before it
+            return self._state.refuse(waiting.call.request_id, error, None, waited_s) if has_no_deadline else None
         if isinstance(weighed.verdict, RefusedRequest):
             unmet.short_of = _short_of(weighed.verdict)
             return None

@@ -383,7 +383,7 @@ class RequestQueueService:
         self.close()
         for answer in self._queue.dispatch(self._clock.now_s()):
             self._answer(answer)
-        at_s = self._queue.next_event_s()
+        at_s = self._queue.next_event_s(self._clock.now_s())
         if at_s is not None:
             delay_s = max(0.0, at_s - self._clock.now_s())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._dispatch)

@@ -47,7 +47,8 @@ class ChoiceRequest:
     params: SamplingParams
     timeout_s: float
     tenant: str = ""
-    priority: int = 0  # the highest is served first
+    weight: float = 1.0  # of the tenant
+    priority: int = 0  # among the tenant's own requests, the highest is served first
 
 
 class ChoiceRunner:
@@ -183,6 +184,7 @@ class ChoiceRunner:
             max_tokens=self._request.params.max_tokens - len(self._output),
             exclude=tuple(sorted(self._retries.failed)),
             tenant=self._request.tenant,
+            weight=self._request.weight,
             priority=self._request.priority,
             has_output=bool(self._output),
             is_stored=is_stored,

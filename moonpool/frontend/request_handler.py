@@ -159,6 +159,7 @@ class RequestHandler:
                     ),
                     timeout_s=self._request_timeout_s,
                     tenant=tenant.name,
+                    weight=tenant.weight,
                     priority=-(body.priority or 0),  # as in vLLM, a client's lower number is served first
                 )
                 choices.append(self._choice(index, request, body, first, trace))

@@ -108,7 +108,7 @@ class SamplingBody(Body):
         None,
         ge=-MAX_PRIORITY,
         le=MAX_PRIORITY,
-        description="Of requests that wait, the lowest is served first, as in vLLM; 0 if unset.",
+        description="Of your own requests that wait, the lowest is served first, as in vLLM; 0 if unset.",
     )
 
     @model_validator(mode="before")

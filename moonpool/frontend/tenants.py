@@ -26,6 +26,7 @@ import msgspec
 
 from moonpool.base.config import from_json
 from moonpool.base.errors import ConfigError, Unauthorized
+from moonpool.base.ranges import Weight
 
 SECRET_NBYTES = 32
 SECRET_FILE = "cluster.secret"
@@ -36,8 +37,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tenant:
+    """`weight` is its share of a busy service, relative to those of other tenants."""
+
     name: str
     secret: bytes = field(repr=False)
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Reader:
 class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     api_keys: list[str] = []
+    weight: Weight = 1.0
 
     def __repr__(self) -> str:
         return f"TenantEntry(name={self.name!r}, {len(self.api_keys)} keys)"
@@ -57,7 +62,8 @@ class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class TenantsFile:
-    """The configuration file: {"tenants": [{"name": "acme", "api_keys": ["..."]}], "admin_keys": ["..."]}."""
+    """The configuration file: {"tenants": [{"name": "acme", "api_keys": ["..."], "weight": 2}], "admin_keys": ["..."]}.
+    `weight` may be left out and is then 1."""
 
     tenants: list[TenantEntry]
     admin_keys: list[str] = field(default_factory=list, repr=False)
@@ -71,7 +77,7 @@ class Tenants:
         self._default = _tenant(cluster_secret, DEFAULT_TENANT) if not entries else None
         self._by_key: list[tuple[bytes, Tenant]] = []
         for entry in entries:
-            tenant = _tenant(cluster_secret, entry.name)
+            tenant = _tenant(cluster_secret, entry.name, entry.weight)
             self._by_key += [(self._hash(key), tenant) for key in entry.api_keys]
         self._admin_keys = [self._hash(key) for key in admin_keys]
 
@@ -186,6 +192,6 @@ def _check(path: Path, content: TenantsFile) -> None:
         raise ConfigError(f"tenants file {path}: an API key is empty or given twice")
 
 
-def _tenant(cluster_secret: bytes, name: str) -> Tenant:
+def _tenant(cluster_secret: bytes, name: str, weight: float = 1.0) -> Tenant:
     digest = hashlib.blake2b(name.encode(), key=cluster_secret, digest_size=SECRET_NBYTES, person=b"moonpool-tenant")
-    return Tenant(name, digest.digest())
+    return Tenant(name, digest.digest(), weight)

@@ -109,7 +109,7 @@ async def start(tmp_path: Path, **policy: Any) -> Live:
 
 @pytest.fixture
 async def live(tmp_path: Path) -> AsyncIterator[Live]:
-    live = await start(tmp_path, ttft_slo_s=3000.0)
+    live = await start(tmp_path, ttft_slo_s=3000.0, worker_backlog_s=750.0)
     yield live
     await live.close()
 

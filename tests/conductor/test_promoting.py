@@ -57,7 +57,7 @@ def test_a_request_that_waits_has_its_blocks_brought_to_memory() -> None:
 
 
 def test_nothing_is_asked_for_a_request_that_is_sent_at_once() -> None:
-    asked = Asked(ttft_slo_s=None)
+    asked = Asked(ttft_slo_s=None, worker_backlog_s=10.0)
     assert (asked.is_sent, asked.keys) == (True, [])
 
 

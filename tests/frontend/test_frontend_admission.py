@@ -119,9 +119,34 @@ async def test_a_priority_that_is_none(tmp_path: Path, priority: object) -> None
 @pytest.fixture
 async def two_tenants(tmp_path: Path) -> AsyncIterator[ToyCluster]:
     path = tmp_path / "tenants.json"
-    path.write_text(json.dumps({"tenants": [{"name": name, "api_keys": [key]} for name, key in KEYS.items()]}))
+    weights = {"alice": 1.0, "bob": 2.0}
+    tenants = [{"name": name, "api_keys": [key], "weight": weights[name]} for name, key in KEYS.items()]
+    path.write_text(json.dumps({"tenants": tenants}))
     async with ToyCluster(tmp_path, tenants_file=str(path)) as cluster:
         yield cluster
+
+
+async def test_tenants_take_turns_by_their_weights_and_a_priority_is_worth_nothing_to_others(
+    two_tenants: ToyCluster,
+) -> None:
+    """There are no targets. A prompt takes 80 s by its prediction: one is sent, the others wait."""
+    alice = two_tenants.client(authorization=f"Bearer {KEYS['alice']}")
+    bob = two_tenants.client(authorization=f"Bearer {KEYS['bob']}")
+    async with alice, bob:
+        await teach(two_tenants, prefill_s=80.0)
+        two_tenants.prefill.may_go_on.clear()
+        tasks = [asyncio.create_task(alice.post("/v1/completions", json=BODY))]
+        await until(lambda: two_tenants.prefill.num_active == 1, "the prefill has begun")
+        for client, letters in ((alice, "abcdef"), (bob, "ABCD")):
+            for letter in letters:
+                body = {**BODY, "prompt": PROMPT[:-1] + letter, "priority": -10 if client is alice else 10}
+                tasks.append(asyncio.create_task(client.post("/v1/completions", json=body)))
+                await until(lambda: two_tenants.num_waiting == len(tasks) - 1, "the next one waits")
+        two_tenants.prefill.may_go_on.set()
+        assert {(await task).status_code for task in tasks} == {200}
+    order = "".join(chr(spec.tokens[-1]) for spec in two_tenants.prefill.specs[1:])
+    assert sorted(order[:6]) == sorted("abABCD"), order
+    assert [one for one in order if one.islower()] == list("abcdef")
 
 
 async def test_records_belong_to_their_tenant(two_tenants: ToyCluster) -> None:

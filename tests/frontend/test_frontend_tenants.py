@@ -67,13 +67,15 @@ def test_without_a_file_everybody_is_the_default_tenant(tmp_path: Path) -> None:
 
 def test_keys_lead_to_tenants_with_their_own_secrets(tmp_path: Path) -> None:
     path = tenants_file(
-        tmp_path, {"tenants": [{"name": "a", "api_keys": [KEY, "k2"]}, {"name": "b", "api_keys": ["k3"]}]}
+        tmp_path,
+        {"tenants": [{"name": "a", "api_keys": [KEY, "k2"]}, {"name": "b", "api_keys": ["k3"], "weight": 2.5}]},
     )
     tenants = load_tenants(tmp_path, path)
     assert tenants.find(f"Bearer {KEY}") is tenants.find("bearer k2")
     a, b = tenants.find("Bearer k2"), tenants.find("Bearer k3")
     assert (a.name, b.name) == ("a", "b")
     assert a.secret != b.secret
+    assert (a.weight, b.weight) == (1.0, 2.5)
     assert repr(a.secret) not in repr(a)
 
 
@@ -101,6 +103,8 @@ def test_other_keys_are_refused_without_repeating_them(tmp_path: Path, header: s
         {"tenants": [{"name": "a", "api_keys": [KEY]}, {"name": "a", "api_keys": ["x"]}]},
         {"tenants": [{"name": "a", "api_keys": [KEY]}, {"name": "b", "api_keys": [KEY]}]},
         {"tenants": [{"name": "a", "api_key": KEY}]},
+        {"tenants": [{"name": "a", "api_keys": [KEY], "weight": 0}]},
+        {"tenants": [{"name": "a", "api_keys": [KEY], "weight": "high"}]},
         {"tenants": [], "surprise": 1},
     ],
 )

@@ -23,7 +23,8 @@ def test_a_prompt_that_waits_is_pulled_meanwhile() -> None:
     slow = replace(node("a800"), h2d_share=1e-2)
     first, again = [(at_s, 8 * BLOCK + 1, 1, list(range(9))) for at_s in (0.0, 100.1)]
     trace = trace_of(first, (100.0, 64 * BLOCK + 1, 1, LONG), again)
-    world = SimCluster(cluster(num_prefill=1, node=slow, policy=PolicyConfig(name="paper")), trace)
+    policy = PolicyConfig(name="paper", worker_backlog_s=60.0)  # it waits at the worker and not in the conductor
+    world = SimCluster(cluster(num_prefill=1, node=slow, policy=policy), trace)
     pages = world.prefills["p0"].scheduler.pages
     world.clock.call_at(99.0, pages.drop_cached)
     jobs = world.run()

@@ -75,6 +75,10 @@ class AdmissionConfig:
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0", param=name)
 
+    @property
+    def has_target(self) -> bool:
+        return self.ttft_slo_s is not None or self.tbt_slo_s is not None
+
 
 class TtftPart(NamedTuple):
     """A part of a predicted time to first token. `cause` is that of a refusal for which it is the largest part."""

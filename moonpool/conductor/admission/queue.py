@@ -1,23 +1,22 @@
-"""The bounded queue of waiting requests, with priorities, fair turns of tenants, and deadlines. Pure.
+"""The bounded queue of waiting requests: fair turns of the tenants, priorities within a tenant, and deadlines. Pure.
 
-Order. The highest waiting priority is served first, except that a priority that was passed over rises by one for every
-`ageing_s` since it was served last (or since it began to wait). Once it has risen to the highest priority, at most one
-request of each other priority comes before it, so none starves. Within a priority tenants take fair turns by predicted
-prefill seconds (fairness.py); within a tenant, first come is first served. Priorities age, not requests: otherwise the
-long queue of a tenant that floods would rise above the new requests of all others.
+Order. Tenants take fair turns by predicted prefill seconds over their weights (fairness.py). Within a tenant, the
+request with the smallest arrival time minus `ageing_s` per level of priority is served first: a higher priority comes
+before a lower one that arrived up to `ageing_s` per level earlier, and equals are served first come, first served. So a
+priority never takes time from another tenant, and none of a tenant's own requests starves.
 
-Bound. When `capacity` requests wait, the newest request of the lowest priority is refused in favour of one with a
-higher priority. Between equal priorities, the newest request of the tenant with the most waiting work is refused in
-favour of a tenant that has less work, the new request included. So a tenant that floods pushes out its own requests.
+Bound. When `capacity` requests wait, the tenant with the most waiting work over its weight, the new request included,
+loses its last request in that order, which may be the new one. So a tenant that floods pushes out its own requests.
 
 Deadline. `expire` returns the requests that would miss their TTFT target even if they started now, with the reason.
 Each request that was accepted leaves exactly once: by `pop_ready`, `expire`, `cancel` or as the refusal of an `offer`.
+
+All but the choice of a request to refuse and `ahead_s` take O(log n). A request that has left takes no memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -29,6 +28,7 @@ from moonpool.conductor.admission.forms import MIN_RETRY_S, Cause
 
 _INITIAL_S = 2.0
 _FADE_S = 60.0
+_FEW = 64  # stale entries of a heap that may stay in any case
 
 
 class DrainRate:
@@ -70,24 +70,31 @@ class DrainRate:
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
-    capacity: int = 1024
-    ageing_s: float = 10.0
+    capacity: int | None = None  # None: no limit
+    ageing_s: float = 10.0  # that one level of priority is worth
 
     def __post_init__(self) -> None:
-        if self.capacity < 1:
+        if self.capacity is not None and self.capacity < 1:
             raise ConfigError("the queue must have room for a request", param="capacity")
         if not self.ageing_s > 0:
             raise ConfigError("ageing_s must be above 0", param="ageing_s")
 
 
 class WaitingRequest(NamedTuple):
-    """`start_by_s` is the last moment at which a start still meets the TTFT target; None: no deadline."""
+    """`start_by_s` is the last moment at which a start still meets the TTFT target; None: no deadline. `weight` is the
+    tenant's share relative to those of others."""
 
     request_id: str
     tenant: str
     prefill_s: float
     priority: int = 0
     start_by_s: float | None = None
+    weight: float = 1.0
+
+    @property
+    def turn(self) -> float:
+        """How much of the tenant's share the request takes."""
+        return self.prefill_s / self.weight
 
 
 class QueueRefusal(NamedTuple):
@@ -100,51 +107,49 @@ class QueueRefusal(NamedTuple):
 class _Entry(NamedTuple):
     request: WaitingRequest
     offered_s: float
+    order: tuple[float, int]  # the tenant's request with the smallest one is served first
 
 
-class _Level:
-    """The waiting requests of one priority."""
+class _TenantQueue:
+    """The waiting requests of one tenant, in the order in which they are served."""
 
-    __slots__ = ("_tenants", "_turns", "num_waiting", "served_s", "work_s")
+    __slots__ = ("_entries", "_heap", "work_s")
 
-    def __init__(self, now_s: float) -> None:
-        self._turns: FairTurns[str] = FairTurns()
-        self._tenants: dict[str, OrderedDict[str, _Entry]] = {}
-        self.served_s = now_s
-        self.work_s: dict[str, float] = {}  # per tenant that waits
-        self.num_waiting = 0
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._heap: list[tuple[tuple[float, int], str]] = []  # by order; some entries are stale
+        self.work_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def add(self, entry: _Entry) -> None:
-        request = entry.request
-        waiting = self._tenants.setdefault(request.tenant, OrderedDict())
-        waiting[request.request_id] = entry
-        self.work_s[request.tenant] = self.work_s.get(request.tenant, 0.0) + request.prefill_s
-        self.num_waiting += 1
-        if len(waiting) == 1:
-            self._turns.enter(request.tenant, request.prefill_s)
+        request_id = entry.request.request_id
+        self._entries[request_id] = entry
+        self.work_s += entry.request.prefill_s
+        heappush(self._heap, (entry.order, request_id))
 
-    def remove(self, request: WaitingRequest) -> None:
-        waiting = self._tenants[request.tenant]
-        was_first = next(iter(waiting)) == request.request_id
-        del waiting[request.request_id]
-        self.work_s[request.tenant] -= request.prefill_s
-        self.num_waiting -= 1
-        if not waiting:
-            del self._tenants[request.tenant], self.work_s[request.tenant]
-            self._turns.leave(request.tenant)
-        elif was_first:
-            self._turns.change(request.tenant, next(iter(waiting.values())).request.prefill_s)
+    def remove(self, request_id: str) -> None:
+        self.work_s -= self._entries.pop(request_id).request.prefill_s
+        if len(self._heap) > 2 * len(self._entries) + _FEW:
+            self._heap = [one for one in self._heap if self._is_current(one)]
+            heapify(self._heap)
 
     def first(self) -> WaitingRequest:
-        return next(iter(self._tenants[self._turns.first()].values())).request
+        while not self._is_current(self._heap[0]):
+            heappop(self._heap)
+        return self._entries[self._heap[0][1]].request
 
-    def serve_first(self, now_s: float) -> None:
-        """Count the first request as served; the caller removes it next."""
-        self.served_s = now_s
-        self._turns.serve(self._turns.first())
+    def last(self) -> _Entry:
+        return max(self._entries.values(), key=lambda each: each.order)
 
-    def newest(self, tenant: str) -> WaitingRequest:
-        return next(reversed(self._tenants[tenant].values())).request
+    def before_s(self, order: tuple[float, int]) -> float:
+        """Return the predicted seconds of the requests that are served before that order."""
+        return sum([each.request.prefill_s for each in self._entries.values() if each.order < order])
+
+    def _is_current(self, one: tuple[tuple[float, int], str]) -> bool:
+        entry = self._entries.get(one[1])
+        return entry is not None and entry.order == one[0]
 
 
 class AdmissionQueue:
@@ -152,11 +157,13 @@ class AdmissionQueue:
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
-        self._levels: dict[int, _Level] = {}  # by priority; only those where something waits
+        self._tenants: dict[str, _TenantQueue] = {}  # only those that wait
+        self._turns: FairTurns[str] = FairTurns()
         self._entries: dict[str, _Entry] = {}
         self._deadlines: list[tuple[float, str]] = []  # heap; some entries no longer count
         self._late: list[_Entry] = []  # found too late while popping, not yet handed out by expire
         self._rate = DrainRate()
+        self._sequence = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -166,18 +173,17 @@ class AdmissionQueue:
         AlreadyExists if its id is waiting."""
         if request.request_id in self._entries:
             raise AlreadyExists(f"request {request.request_id} is waiting already")
+        entry = _Entry(request, now_s, self._order(request.priority, now_s))
         if request.start_by_s is not None and request.start_by_s <= now_s:
-            return self._refuse(_Entry(request, now_s), self._too_late(request, 0.0), Cause.TOO_LATE)
+            return self._refuse(entry, self._too_late(request, 0.0), Cause.TOO_LATE)
         self._collect_late(now_s)
-        refusal = None
-        if len(self._entries) >= self._config.capacity:
-            victim = self._victim(request)
-            if victim is None:
-                return self._refuse(_Entry(request, now_s), self._full(), Cause.QUEUE_FULL)
-            why = self._gave_way(victim, request)
-            refusal = self._refuse(self._remove(victim.request_id), why, Cause.GAVE_WAY)
-        self._add(_Entry(request, now_s))
-        return refusal
+        self._add(entry)
+        if self._config.capacity is None or len(self._entries) <= self._config.capacity:
+            return None
+        victim = self._remove(self._victim(request).request_id)
+        if victim is entry:
+            return self._refuse(entry, self._full(), Cause.QUEUE_FULL)
+        return self._refuse(victim, self._gave_way(victim.request, request), Cause.GAVE_WAY)
 
     def pop_ready(self, now_s: float, fits: Callable[[WaitingRequest], bool]) -> list[WaitingRequest]:
         """Remove and return the requests that may start now, in order. The first one that does not fit ends the round,
@@ -186,11 +192,11 @@ class AdmissionQueue:
         self._collect_late(now_s)
         ready: list[_Entry] = []
         while self._entries:
-            level = self._next_level(now_s)
-            request = level.first()
+            tenant = self._turns.first()
+            request = self._tenants[tenant].first()
             if not fits(request):
                 break
-            level.serve_first(now_s)
+            self._turns.serve(tenant)
             ready.append(self._remove(request.request_id))
         # A request that did not wait says nothing about how fast the queue empties.
         waited_s = sum(one.request.prefill_s for one in ready if one.offered_s < now_s)
@@ -198,7 +204,7 @@ class AdmissionQueue:
         return [one.request for one in ready]
 
     def expire(self, now_s: float) -> list[QueueRefusal]:
-        """Remove and return the requests that can no longer start in time, earliest deadline first."""
+        """Remove the requests whose deadline has passed and return their refusals, earliest deadline first."""
         self._collect_late(now_s)
         late, self._late = self._late, []
         return [self._refuse(one, self._too_late(one.request, now_s - one.offered_s), Cause.TOO_LATE) for one in late]
@@ -218,58 +224,62 @@ class AdmissionQueue:
         moments = [one.request.start_by_s for one in self._late[:1]] + [at for at, _ in self._deadlines[:1]]
         return min((at for at in moments if at is not None), default=None)
 
-    def waiting_s(self, min_priority: float = -math.inf) -> float:
-        """Return the predicted prefill seconds of all waiting requests with that priority or a higher one."""
-        levels = (level for priority, level in self._levels.items() if priority >= min_priority)
-        return sum(sum(level.work_s.values()) for level in levels)
+    def ahead_s(self, tenant: str, priority: int, weight: float, now_s: float) -> float:
+        """Return the predicted prefill seconds that are served before a new request of this tenant: those of its own
+        requests that come first, and of each other tenant at most what is its share meanwhile, and one request more."""
+        own = self._tenants.get(tenant)
+        own_s = 0.0 if own is None else own.before_s(self._order(priority, now_s))
+        total_s = own_s
+        for name, other in self._tenants.items():
+            if name != tenant:
+                first = other.first()
+                total_s += min(other.work_s, own_s / weight * first.weight + first.prefill_s)
+        return total_s
 
-    # order
+    def _order(self, priority: int, now_s: float) -> tuple[float, int]:
+        self._sequence += 1
+        return now_s - priority * self._config.ageing_s, self._sequence
 
-    def _next_level(self, now_s: float) -> _Level:
-        """Return the priority level to serve: by priority and age; of equals the one served longest ago, then the
-        higher priority."""
+    def _victim(self, request: WaitingRequest) -> WaitingRequest:
+        """Return the waiting request to refuse; of equal tenants that of the new request's."""
 
-        def rank(item: tuple[int, _Level]) -> tuple[float, float, int]:
-            priority, level = item
-            aged_s = now_s - level.served_s
-            return priority + aged_s / self._config.ageing_s, aged_s, priority
+        def share(name: str) -> tuple[float, bool, str]:
+            queue = self._tenants[name]
+            return queue.work_s / queue.first().weight, name == request.tenant, name
 
-        return max(self._levels.items(), key=rank)[1] if len(self._levels) > 1 else next(iter(self._levels.values()))
-
-    def _victim(self, request: WaitingRequest) -> WaitingRequest | None:
-        """Return the waiting request to refuse in favour of this one; None: no such request."""
-        lowest = min(self._levels)
-        if lowest > request.priority:
-            return None
-        level = self._levels[lowest]
-        tenant = max(level.work_s, key=lambda one: (level.work_s[one], one))
-        if lowest == request.priority:
-            own_s = level.work_s.get(request.tenant, 0.0) + request.prefill_s
-            if tenant == request.tenant or level.work_s[tenant] <= own_s:
-                return None
-        return level.newest(tenant)
+        return self._tenants[max(self._tenants, key=share)].last().request
 
     # entering and leaving
 
     def _add(self, entry: _Entry) -> None:
         request = entry.request
-        level = self._levels.get(request.priority)
-        if level is None:
-            level = self._levels[request.priority] = _Level(entry.offered_s)
         if not self._entries:
             self._rate.start(entry.offered_s)
-        level.add(entry)
         self._entries[request.request_id] = entry
+        queue = self._tenants.get(request.tenant)
+        if queue is None:
+            queue = self._tenants[request.tenant] = _TenantQueue()
+            queue.add(entry)
+            self._turns.enter(request.tenant, request.turn)
+        else:
+            queue.add(entry)
+            if queue.first() is request:
+                self._turns.change(request.tenant, request.turn)
         if request.start_by_s is not None:
             heappush(self._deadlines, (request.start_by_s, request.request_id))
-            self._tidy_deadlines()
 
     def _remove(self, request_id: str) -> _Entry:
         entry = self._entries.pop(request_id)
-        level = self._levels[entry.request.priority]
-        level.remove(entry.request)
-        if not level.num_waiting:
-            del self._levels[entry.request.priority]
+        tenant = entry.request.tenant
+        queue = self._tenants[tenant]
+        was_first = queue.first() is entry.request
+        queue.remove(request_id)
+        if not queue:
+            del self._tenants[tenant]
+            self._turns.leave(tenant)
+        elif was_first:
+            self._turns.change(tenant, queue.first().turn)
+        self._tidy_deadlines()
         return entry
 
     def _collect_late(self, now_s: float) -> None:
@@ -288,15 +298,16 @@ class AdmissionQueue:
             heappop(self._deadlines)
 
     def _tidy_deadlines(self) -> None:
-        if len(self._deadlines) > 2 * len(self._entries) + 64:
+        if len(self._deadlines) > 2 * len(self._entries) + _FEW:
             self._deadlines = [one for one in set(self._deadlines) if self._is_current(one)]
             heapify(self._deadlines)
 
     # refusals
 
     def _refuse(self, entry: _Entry, reason: str, cause: Cause) -> QueueRefusal:
-        work_s = entry.request.prefill_s + self.waiting_s()
-        return QueueRefusal(entry.request, reason, max(MIN_RETRY_S, self._rate.seconds_for(work_s)), cause)
+        waiting_s = sum(queue.work_s for queue in self._tenants.values())
+        retry_s = self._rate.seconds_for(entry.request.prefill_s + waiting_s)
+        return QueueRefusal(entry.request, reason, max(MIN_RETRY_S, retry_s), cause)
 
     def _too_late(self, request: WaitingRequest, waited_s: float) -> str:
         return (
@@ -308,5 +319,6 @@ class AdmissionQueue:
         return f"{len(self._entries)} requests are waiting already, the most that may wait"
 
     def _gave_way(self, victim: WaitingRequest, request: WaitingRequest) -> str:
-        other = "one of higher priority" if request.priority > victim.priority else "one of a tenant with fewer"
-        return f"{self._config.capacity} requests were waiting, the most that may wait; the newest gave way to {other}"
+        is_own = request.tenant == victim.tenant
+        other = "one of higher priority" if is_own else "one of a tenant with less work waiting"
+        return f"{self._config.capacity} requests were waiting, the most that may wait; this one gave way to {other}"

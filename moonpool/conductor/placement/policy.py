@@ -42,6 +42,7 @@ POLICY_NAMES = ("random", "round-robin", "least-loaded", "local", "paper", "cost
 DEFAULT_POLICY = "cost"
 _FORMER_NAMES = {"global": "paper", "ours": "cost"}  # accepted until version 0.2
 DEFAULT_QUEUE_CAPACITY = 256
+DEFAULT_QUEUE_TIMEOUT_S = 30.0
 _MAX_COLUMNS = 256
 _FEW_SLOTS = 64
 _MAX_TTFT_S = 1e300  # that of a worker that may get no request is infinite
@@ -59,9 +60,14 @@ class PolicyConfig:
     # target for the time between tokens; a request predicted to miss it is queued or refused; default: no target
     tbt_slo_s: float | None = None
     admission: AdmissionForm = AdmissionForm.PREDICTED  # which decode load counts when a request arrives
-    # requests that may wait in the queue; default: 256 with a TTFT target, otherwise 0
+    # requests that may wait in the queue, 0: none; default: 256 with a target, otherwise no limit
     queue_capacity: int | None = None
-    queue_timeout_s: float = 30.0  # seconds after which a queued request is refused, if there is no TTFT target
+    # seconds after which a queued request is refused, if there is no TTFT target; default: 30 with a TBT target,
+    # otherwise when its front end gives it up
+    queue_timeout_s: float | None = None
+    # seconds of predicted work that a prefill worker may have ahead of a request that is sent there; others wait in the
+    # queue. With a TTFT target at most a quarter of it
+    worker_backlog_s: float = 0.5
     # policy paper: pull from the pool if its prefix is more than this many times the local one
     kvcache_balancing_threshold: float = 1.0
     # treat workers as tied if their predicted TTFT differs by less than this fraction of the request's own work; 0:
@@ -87,6 +93,7 @@ class PolicyConfig:
             "num_candidates",
             "pool_sources",
             "queue_timeout_s",
+            "worker_backlog_s",
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -101,11 +108,20 @@ class PolicyConfig:
         return AdmissionConfig(AdmissionForm(self.admission), self.ttft_slo_s, self.tbt_slo_s)
 
     @property
-    def max_waiting(self) -> int:
-        """How many requests may wait in the queue; 0: a request that does not fit is refused at once."""
-        if self.queue_capacity is not None:
-            return self.queue_capacity
-        return 0 if self.ttft_slo_s is None else DEFAULT_QUEUE_CAPACITY
+    def max_waiting(self) -> int | None:
+        """How many requests may wait in the queue; None: no limit. 0: there is no queue, and a request that misses a
+        target is refused at once."""
+        if self.queue_capacity is None and self.targets.has_target:
+            return DEFAULT_QUEUE_CAPACITY
+        return self.queue_capacity
+
+    def max_wait_s(self, work_s: float) -> float | None:
+        """Return how long a request may wait in the queue whose prompt takes `work_s`; None: no limit."""
+        if self.ttft_slo_s is not None:
+            return self.ttft_slo_s - work_s
+        if self.queue_timeout_s is None and self.tbt_slo_s is not None:
+            return DEFAULT_QUEUE_TIMEOUT_S
+        return self.queue_timeout_s
 
 
 class PlacementInput(NamedTuple):

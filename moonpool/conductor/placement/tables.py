@@ -174,6 +174,12 @@ class PrefillTable:
         np.maximum(wait, 0.0, out=wait)
         return wait
 
+    def room_at_s(self, most_s: float) -> float:
+        """Return when a worker first has at most `most_s` of work ahead of a new request although none of its requests
+        is reported as ended before; infinite: never."""
+        left = self._total_s - most_s  # of the head's work
+        return float(np.where(left <= self._head_s, self._since_s + left, np.inf).min())
+
 
 class DecodeTable:
     """Each decode worker's batch, including requests that are still at their prefill worker."""

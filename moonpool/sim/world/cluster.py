@@ -95,7 +95,7 @@ class SimFrontend:
                 self._on_sent(job, outcome)
             else:
                 self._on_refused(job, outcome)
-        at_s = self._queue.next_event_s()
+        at_s = self._queue.next_event_s(self._clock.now_s)
         if at_s is not None:
             self._timer = self._clock.call_at(at_s, self._settle)
 
