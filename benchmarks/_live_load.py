@@ -106,6 +106,10 @@ class Service:
         """Processor time that all its processes have had so far."""
         return sum(process_cpu_s(process.pid) for process in self._processes.values())
 
+    def pids(self) -> dict[str, int]:
+        """Return the processes of the roles, by their names."""
+        return {name: process.pid for name, process in self._processes.items()}
+
     def close(self) -> None:
         for name in (FRONTEND, *self._roles):
             self._stop(name)
@@ -209,14 +213,16 @@ class Answer(NamedTuple):
         return [later - sooner for sooner, later in itertools.pairwise(self.token_s)]
 
 
-async def ask(url: str, prompt: Sequence[int], num_output: int) -> Answer:
+async def ask(url: str, prompt: Sequence[int], num_output: int, key: str = "", priority: int = 0) -> Answer:
     """One streamed completion, over a connection of its own, read with as little work per token as can be: whatever
     the client computes is taken from the workers' two cores. Raise RefusedAnswer on 429."""
     body = json.dumps({
         "model": "model", "prompt": prompt, "max_tokens": num_output, "temperature": 0, "ignore_eos": True,
-        "stream": True,
+        "stream": True, "priority": priority,
     }).encode()  # fmt: skip
-    headers = ("host: moonpool", "content-type: application/json", f"content-length: {len(body)}", "connection: close")
+    headers = ["host: moonpool", "content-type: application/json", f"content-length: {len(body)}", "connection: close"]
+    if key:
+        headers.append(f"authorization: Bearer {key}")
     head = "\r\n".join(("POST /v1/completions HTTP/1.1", *headers, "\r\n"))
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

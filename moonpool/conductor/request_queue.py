@@ -125,13 +125,20 @@ class RequestQueue:
         """Return when `dispatch` has something to do even if nothing changes; None: never."""
         if self._queue is None or not self._waiting:
             return None
-        room_s = math.inf if self._has_room(now_s) else self._state.prefills.room_at_s(self._max_backlog_s)
+        room_s = math.inf if self._has_room(now_s) else self._state.prefills.room_at_s(self._most_ahead_s)
         late_s = self._queue.next_event_s()
         at_s = min(room_s, math.inf if late_s is None else late_s)
         return at_s if math.isfinite(at_s) else None
 
     def _has_room(self, now_s: float) -> bool:
-        return self._state.least_backlog_s(now_s) <= self._max_backlog_s + _ROUNDING_S
+        """Return whether some worker has so little to do that a request is sent."""
+        return self._state.least_backlog_s(now_s) <= self._most_ahead_s + _ROUNDING_S
+
+    @property
+    def _most_ahead_s(self) -> float:
+        """Return the most predicted work of a worker that a request is sent to: less if prompts lately took longer
+        than predicted, so that it is this long by the clock."""
+        return self._max_backlog_s / max(1.0, self._state.pace)
 
     def _ahead_s(self, call: Route, now_s: float) -> float:
         """Return the predicted work that is sent before a new request, divided by the number of prefill workers; 0

@@ -111,6 +111,11 @@ class ConductorState:
         waits_s[[worker.slot for worker in self._avoided if worker.is_prefill]] = math.inf
         return float(waits_s.min())
 
+    @property
+    def pace(self) -> float:
+        """Measured / predicted time to the end of a prefill."""
+        return self._admission.pace
+
     def status(self) -> tuple[WorkerStatus, ...]:
         return tuple(
             one.status(self.index.worker_blocks(one.info.name) if one.is_prefill else 0)
