@@ -130,6 +130,7 @@ class OpenRequest:
     prefill: Registration | None
     decode: Registration
     stages: Sequence[Registration] = ()
+    weight: float = 1.0  # of the tenant
     has_joined: bool = False
 
 

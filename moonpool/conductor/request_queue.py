@@ -2,7 +2,12 @@
 
 A request is sent at once when no request waits, admission accepts it, and some prefill worker has little work ahead: at
 most `worker_backlog_s`, and at most a quarter of the TTFT target. So workers always have work, and the rest waits here,
-where the order can still change (admission/queue.py). A request also waits when too many answers are being decoded: it
+where the order can still change (admission/queue.py). While requests wait for pages at every decode worker, what is
+sent stands still and so does the backlog: then a tenant that has less at the workers than another one, by their
+weights, may send more whatever the backlog is, and the decode workers make the other one give way
+(engine/tenant_shares.py).
+
+A request also waits when too many answers are being decoded: it
 is sent when some of them end. A request is refused at once if it would be late anyway: if the prompts ahead of it, here
 and at its worker, or its own prompt take longer than its target.
 
@@ -16,6 +21,7 @@ Nothing is polled: the caller calls `dispatch` after every change of the state a
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -108,6 +114,23 @@ class RequestQueue:
 
         for request in self._queue.pop_ready(now_s, fits):
             self._pop(request.request_id, now_s)
+        return answers + self._pass_by(self._queue, now_s)
+
+    def _pass_by(self, queue: AdmissionQueue, now_s: float) -> list[QueueAnswer]:
+        """Send requests of tenants that have less at the workers than others, while requests wait there for pages."""
+        answers: list[QueueAnswer] = []
+        able = deque(queue.firsts() if not self._has_room(now_s) and self._state.lacks_pages else ())
+        while able:
+            request = able.popleft()
+            waiting = self._waiting[request.request_id]
+            if not self._state.has_smaller_share(waiting.call):
+                continue
+            outcome = self._send_waiting(waiting, request.start_by_s is None, now_s)
+            if outcome is not None:
+                queue.cancel(request.request_id)
+                self._pop(request.request_id, now_s)
+                answers.append(QueueAnswer(request.request_id, outcome))
+                able.extend(each for each in queue.firsts() if each.tenant == request.tenant)
         return answers
 
     def cancel(self, request_id: str, now_s: float) -> bool:
@@ -172,17 +195,20 @@ class RequestQueue:
 
     def _try_to_send(self, waiting: _Waiting, has_no_deadline: bool, now_s: float) -> Decision | MoonpoolError | None:
         """Return the decision, or the refusal of a request that must not wait; None: it waits on."""
-        unmet, has_workers = self._state.unmet, bool(self._state.prefills.names)
+        has_workers = bool(self._state.prefills.names)
         if has_workers and not self._has_room(now_s):
-            unmet.short_of = WorkerRole.PREFILL
+            self._state.unmet.short_of = WorkerRole.PREFILL
             return None
+        return self._send_waiting(waiting, has_no_deadline, now_s)
+
+    def _send_waiting(self, waiting: _Waiting, has_no_deadline: bool, now_s: float) -> Decision | MoonpoolError | None:
         waited_s = now_s - waiting.since_s
         try:
             weighed = self._state.weigh(waiting.call, now_s, waited_s)
         except Unavailable as error:  # with a deadline: workers may come back before it
             return self._state.refuse(waiting.call.request_id, error, None, waited_s) if has_no_deadline else None
         if isinstance(weighed.verdict, RefusedRequest):
-            unmet.short_of = _short_of(weighed.verdict)
+            self._state.unmet.short_of = _short_of(weighed.verdict)
             return None
         return self._state.send(waiting.call, waiting.owner, weighed, now_s, waited_s)
 

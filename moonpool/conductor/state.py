@@ -50,6 +50,7 @@ from moonpool.conductor.records.store import (
 from moonpool.conductor.registration import OpenRequest, Registration, WeighedRequest, check_parity
 from moonpool.conductor.roles import RoleAssignments
 
+_NO_SHARE = 1e-6  # what is left of a tenant's share by rounding
 _WHOLE = ("done", "cancelled")  # how an answer ends that would not have become longer
 
 
@@ -90,6 +91,7 @@ class ConductorState:
         self._decode_now: dict[str, DecodeNow] = {}  # each decode worker's batch, for admission
         self._open: dict[str, OpenRequest] = {}
         self._others = ReportedRequests(self._open, self._admission)
+        self._shares: dict[str, float] = {}  # the tokens of each tenant's open prompts, over its weight
         self._num_joined = 0
 
     def set_pool_nodes(self, hosts: Mapping[str, str]) -> None:
@@ -110,6 +112,18 @@ class ConductorState:
         waits_s = self.prefills.wait_s(now_s)
         waits_s[[worker.slot for worker in self._avoided if worker.is_prefill]] = math.inf
         return float(waits_s.min())
+
+    @property
+    def lacks_pages(self) -> bool:
+        """Whether requests wait for pages at every decode worker."""
+        free_pages = self.decodes.free_pages
+        return all(free_pages.item(slot) <= 0 for slot in self.decodes.names)
+
+    def has_smaller_share(self, call: Route) -> bool:
+        """Return whether the workers have more tokens over its weight of some other tenant than they would then have of
+        this request's."""
+        own = self._shares.get(call.tenant, 0.0) + call.num_tokens / call.weight
+        return any(share > own for tenant, share in self._shares.items() if tenant != call.tenant)
 
     @property
     def pace(self) -> float:
@@ -434,6 +448,7 @@ class ConductorState:
             None if resumes else prefill,
             decode,
             stages,
+            call.weight,
         )
         self._count_decoding(request, 1)
         return Decision(
@@ -483,7 +498,10 @@ class ConductorState:
         self.traffic.end(request.request_id)
 
     def _count_decoding(self, request: OpenRequest, sign: int) -> None:
-        worker = request.decode
+        worker, tenant = request.decode, request.tenant
+        self._shares[tenant] = self._shares.get(tenant, 0.0) + sign * request.num_tokens / request.weight
+        if self._shares[tenant] < _NO_SHARE:
+            del self._shares[tenant]
         worker.count_decoding(sign, request.num_tokens, request.unreported_pages)
         if self._workers.get(worker.info.name) is worker:
             self._update_decode(worker)

@@ -38,8 +38,8 @@ class JumpingScheduler(Scheduler):
         not preempt any sequence for them either."""
         queues = self.queues
         if len(queues.running) + len(queues.adopted) <= self.pages.num_available:
-            while queues.adopted and queues.has_place:
-                queues.start(queues.adopted[0])
+            while queues.has_place and (sequence := self._next_adopted()) is not None:
+                queues.start(sequence)
 
     def advance(self, num_steps: int, token: int) -> StepResult:
         """Do the work of `num_steps` calls of schedule() and complete(), each producing `token` for every sequence.

@@ -9,6 +9,9 @@ Between the two calls the step is open: the runner reads and writes the pages of
 may cancel and rewind at any time; the pages of a sequence that leaves an open step are freed when the step closes, so
 no other sequence's KV can be in them while the runner still writes.
 
+Tenants share the places of the batch and the pages by their weights (tenant_shares.py). A sequence that hands its place
+to another tenant's keeps its pages, and goes on when a place is free; one that loses its pages is preempted.
+
 A suspect sequence (`num_alone_steps`) is computed before all others and in a batch of one, so that a step that fails or
 kills its process shows which sequence caused it.
 
@@ -41,6 +44,7 @@ from moonpool.engine.sequence import (
     pages_for,
 )
 from moonpool.engine.sequence_queues import SequenceQueues
+from moonpool.engine.tenant_shares import next_to_start, num_pages, shares, to_make_way, to_preempt, to_stand_down
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +199,24 @@ class Scheduler:
                 self._plan_tokens(sequence, 1)
 
     def _start_adopted(self) -> None:
-        while self.queues.adopted and self.queues.has_place and not self.queues.adopted[0].num_alone_steps:
-            sequence = self.queues.adopted[0]
+        while (sequence := self._next_adopted()) is not None:
             self.queues.start(sequence)
             if sequence.num_uncomputed_tokens == 1:
                 self._plan_tokens(sequence, 1)
+
+    def _next_adopted(self) -> Sequence | None:
+        """Return the adopted sequence that gets a place now, which another tenant's may hand over."""
+        queues = self.queues
+        if not queues.adopted or queues.adopted[0].num_alone_steps:
+            return None
+        sequence = next_to_start([each for each in queues.adopted if not each.num_alone_steps], queues.running)
+        if not queues.has_place:
+            other = to_stand_down(sequence, queues.running)
+            if other is None:
+                return None
+            self._plan.pop(other.request_id, None)
+            queues.stand_down(other)
+        return sequence
 
     def _plan_prefills(self) -> None:
         for sequence in list(self.queues.running):
@@ -212,14 +229,14 @@ class Scheduler:
             self._plan[sequence.request_id] = num_tokens
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate pages for the next tokens, preempting the latest arrivals if necessary. Return False if the sequence
-        itself was the latest and is preempted."""
+        """Allocate pages for the next tokens, preempting other sequences if necessary. Return False if the sequence
+        itself is preempted."""
         end = sequence.num_computed_tokens + num_tokens
         needed = max(0, pages_for(end, self._block_tokens) - len(sequence.pages))
         while not self.ahead.make_room(needed, keep=sequence.request_id):
-            latest = self.queues.running[-1]
-            self._preempt(latest)
-            if latest is sequence:
+            other = to_preempt(self.queues.running)
+            self._preempt(other)
+            if other is sequence:
                 return False
         sequence.pages += self.pages.allocate(needed)
         return True
@@ -229,6 +246,8 @@ class Scheduler:
         before any later arrival."""
         self.num_preemptions += 1
         self._plan.pop(sequence.request_id, None)
+        if sequence.request_id in self._ahead:  # its step writes to its last page
+            self._ahead_free.append(sequence.pages.pop())
         self.pages.free(sequence.pages)
         sequence.pages = []
         sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
@@ -236,6 +255,32 @@ class Scheduler:
         sequence.ahead_limit = NO_LIMIT
         sequence.num_preemptions += 1
         self.queues.requeue(sequence)
+
+    def make_way(self, tenant: str, weight: float, num_wanted: int, num_reserved: int = 0) -> bool:
+        """Preempt sequences until `num_wanted` pages are available for a tenant that has `num_reserved` pages beside
+        those of its sequences here. Return False, mostly with nothing preempted, if other tenants have too little to
+        give. Between two steps only.
+
+        A sequence is preempted for another tenant's sake once, and the earliest one never: so each one ends.
+        """
+        if self._step_is_open:
+            raise Internal("pages are taken from a sequence within a step")
+        holders = sorted([*self.queues.running, *self.queues.adopted], key=lambda each: each.arrival)
+        taken = shares(holders, num_pages)
+        wanted = taken.get(tenant, 0.0) + (num_reserved + num_wanted) / weight
+        able = [each for each in holders[1:] if not each.was_displaced and not each.num_alone_steps]
+        for each in to_make_way(able, taken, tenant, wanted, num_wanted - self.pages.num_available):
+            each.was_displaced = True
+            self._preempt(each)
+        return self.pages.num_available >= num_wanted
+
+    def may_pass(self, tenant: str, weight: float, num_wanted: int, num_reserved: int = 0) -> bool:
+        """Return whether a tenant may take that many pages before the first of the waiting sequences: only if that
+        one's tenant has more than it would have."""
+        taken = shares([*self.queues.running, *self.queues.adopted], num_pages)
+        first = next(iter(self.queues.waiting), None)
+        wanted = taken.get(tenant, 0.0) + (num_reserved + num_wanted) / weight
+        return first is None or (first.tenant != tenant and taken.get(first.tenant, 0.0) >= wanted)
 
     def _admit_waiting(self) -> None:
         while self.queues.waiting and self.queues.has_place and self._budget > 0:

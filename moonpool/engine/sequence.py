@@ -129,7 +129,10 @@ class Sequence:
         "request_id",
         "root",
         "status",
+        "tenant",
         "tokens",
+        "was_displaced",
+        "weight",
     )
 
     def __init__(
@@ -146,12 +149,14 @@ class Sequence:
         hold_pages: bool = False,
         num_alone_steps: int = 0,
         expected_tokens: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> None:
         """`output` are tokens that another worker has sampled (before a hand-off, or before it died).
 
         The pool has promised its first `num_pool_blocks` blocks, which may be pulled while it waits. Its first
         `num_alone_steps` steps are computed in a batch of one. The conductor expects the KV of its first
-        `expected_tokens` tokens to be reused.
+        `expected_tokens` tokens to be reused. Tenants share the batch and the pages by their weights.
         """
         if not prompt:
             raise InvalidInput("the prompt is empty", param="prompt")
@@ -168,6 +173,7 @@ class Sequence:
         self.hold_pages = hold_pages
         self.num_alone_steps = num_alone_steps
         self.expected_tokens = expected_tokens
+        self.tenant, self.weight = tenant, weight
         # ---
         self.status = SequenceStatus.NEW
         self.arrival = 0
@@ -175,6 +181,7 @@ class Sequence:
         self.pages: list[int] = []
         self.num_computed_tokens = 0
         self.num_preemptions = 0
+        self.was_displaced = False  # it lost its pages to another tenant; that happens once
         self.ahead_limit = NO_LIMIT
         self.num_sealed_blocks = 0  # leading blocks whose KV is complete and verified; never written again
         self.num_cached_tokens = 0  # prompt tokens reused, not computed, at the first admission

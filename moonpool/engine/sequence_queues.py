@@ -6,7 +6,7 @@ Every sequence that is not gone is in exactly one of them, which its status name
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 
 from moonpool.base.cluster import WorkerLoad
@@ -25,7 +25,7 @@ class SequenceQueues:
         self.max_num_seqs = max_num_seqs
         self.sequences: dict[str, Sequence] = {}  # all of them, by request id
         self.waiting: list[Sequence] = []  # by arrival; they hold no pages
-        self.adopted: deque[Sequence] = deque()  # waiting with their pages
+        self.adopted: list[Sequence] = []  # waiting with their pages, by arrival
         self.running: list[Sequence] = []  # by arrival
         self.alone: dict[str, Sequence] = {}  # waiting or running; next computed in a batch of one
         self._next_arrival = 0
@@ -55,6 +55,12 @@ class SequenceQueues:
         """Move a preempted sequence from running to waiting, before all later arrivals."""
         self._dequeue(sequence)
         insort(self.waiting, sequence, key=_arrival)
+        sequence.status = SequenceStatus.WAITING
+
+    def stand_down(self, sequence: Sequence) -> None:
+        """Move a sequence from running to waiting; it keeps its pages."""
+        self._dequeue(sequence)
+        insort(self.adopted, sequence, key=_arrival)
         sequence.status = SequenceStatus.WAITING
 
     def hold(self, sequence: Sequence) -> None:
@@ -136,4 +142,5 @@ class SequenceQueues:
         unfinished = [s for s in self.sequences.values() if s.status is not SequenceStatus.HELD]
         assert self.alone == {s.request_id: s for s in unfinished if s.num_alone_steps}
         assert self.waiting == sorted(self.waiting, key=_arrival)
+        assert self.adopted == sorted(self.adopted, key=_arrival)
         assert self.running == sorted(self.running, key=_arrival)

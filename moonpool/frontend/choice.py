@@ -148,6 +148,8 @@ class ChoiceRunner:
             params=request.params,
             timeout_s=self._deadline.remaining_s(),
             alone=self._retries.alone,
+            tenant=request.tenant,
+            weight=request.weight,
         )
         return Attempt(self._connections, decision, spec, self._deadline)
 

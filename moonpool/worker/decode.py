@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from moonpool.engine.scheduler import Scheduler
 from moonpool.engine.sequence import AdmittedSequence, FullBlock, pages_for
 from moonpool.engine.sequence import Sequence as RequestSequence
 from moonpool.engine.step_times import StepTime
+from moonpool.engine.tenant_shares import num_pages, shares
 from moonpool.worker.kv_link.pieces import PieceMemory, ReadyPoint
 from moonpool.worker.kv_link.pool import PoolWriter
 from moonpool.worker.kv_link.reservations import Incoming, Reservations
@@ -260,19 +261,62 @@ class DecodeRole:
         return [ReportedRequest(each.request_id, len(each.tokens), 0, each.params.max_tokens) for each in specs]
 
     def at_boundary(self) -> None:
-        """Reserve pages for waiting streams in order of arrival; preempted requests are served before them."""
-        while self._waiting and not self._scheduler.queues.waiting:
-            stream = self._waiting[0]
+        """Reserve pages for waiting streams: of the tenant with the fewest pages over its weight first, then in order
+        of arrival. Preempted requests are served before the streams of tenants that have no fewer."""
+        while self._waiting:
+            stream = self._next_stream()
             if not stream.left:
                 try:
-                    stream.reserved.set_result(self._reserve(stream.spec))
+                    incoming = self._reserve_fairly(stream.spec)
+                    if incoming is None:
+                        break
+                    stream.reserved.set_result(incoming)
                     self._samples.times.queue.observe(self._clock.now_s() - stream.entered_s)
-                except NoSpace:
-                    break
                 except Exception as error:  # noqa: BLE001 - it concerns this request alone
                     stream.reserved.set_exception(error)
-            self._waiting.popleft()
+            self._waiting.remove(stream)
         self._end_stall()
+
+    def _next_stream(self) -> Stream:
+        first = dict[str, Stream]()
+        for stream in self._waiting:
+            if stream.left:
+                return stream
+            first.setdefault(stream.spec.tenant, stream)
+        if len(first) == 1:
+            return self._waiting[0]
+        queues, reserved = self._scheduler.queues, self._reserved_pages()
+        taken = shares([*queues.running, *queues.adopted], num_pages)
+
+        def share(stream: Stream) -> float:
+            tenant = stream.spec.tenant
+            return taken.get(tenant, 0.0) + reserved[tenant] / stream.spec.weight
+
+        return min(first.values(), key=share)
+
+    def _reserved_pages(self) -> Counter[str]:
+        """Return how many pages are reserved for prompts of each tenant that are on their way here."""
+        found: Counter[str] = Counter()
+        for name, stream in self._streams.items():
+            reserved = stream.reserved
+            if reserved.done() and reserved.exception() is None and self._scheduler.get(name) is None:
+                found[stream.spec.tenant] += len(reserved.result().pages)
+        return found
+
+    def _reserve_fairly(self, spec: RequestSpec) -> Incoming | None:
+        """Reserve pages for the prompt, if necessary those of tenants that have more. Return None if it has to wait."""
+        scheduler, num_wanted = self._scheduler, pages_for(len(spec.tokens), self._block_tokens)
+        if scheduler.queues.waiting:
+            num_reserved = self._reserved_pages()[spec.tenant]
+            if not scheduler.may_pass(spec.tenant, spec.weight, num_wanted, num_reserved):
+                return None
+        try:
+            return self._reserve(spec)
+        except NoSpace:
+            num_reserved = self._reserved_pages()[spec.tenant]
+            if not scheduler.make_way(spec.tenant, spec.weight, num_wanted, num_reserved):
+                return None
+        return self._reserve(spec)
 
     def _end_stall(self) -> None:
         """Give up the newest reservation that no prefill worker writes to, when sequences have waited for its pages and
@@ -337,6 +381,8 @@ class DecodeRole:
             block_tokens=self._block_tokens,
             output=accepted if first is None else [*accepted, first.token],
             num_alone_steps=ALONE_STEPS if spec.alone else 0,
+            tenant=spec.tenant,
+            weight=spec.weight,
         )
 
     def on_step(self, outputs: Sequence[StepOutput | StepFailure]) -> None:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import msgspec
 
 from moonpool.base.descriptor import SegmentDescriptor
-from moonpool.base.ranges import RequestName, Tokens
+from moonpool.base.ranges import RequestName, Tokens, Weight
 from moonpool.base.rpc import Call, StreamCall
 from moonpool.engine.sequence import SamplingParams
 from moonpool.store.messages.shared_space import SharedSpace, WrittenPieces
@@ -42,6 +42,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     timeout_s: float = 600.0
     alone: bool = False  # workers died under it: its prompt and first ALONE_STEPS decode steps are not batched
+    tenant: str = ""  # tenants share the places and pages of a decode worker by their weights
+    weight: Weight = 1.0
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_info import info as worker_info
 
-from moonpool.base.cluster import DecodeSample, PrefillSample, WorkerInfo
+from moonpool.base.cluster import DecodeSample, PrefillSample, ReportWorker, WorkerInfo, WorkerLoad
 from moonpool.base.errors import Overloaded, Unavailable
 from moonpool.conductor.admission.forms import AdmissionForm, Cause
 from moonpool.conductor.messages import Decision, DecisionRecord, RequestEnded, Route
@@ -44,9 +44,14 @@ class Room:
         )
         self.room = RequestQueue(self.state, self.config)
         self.now_s = 0.0
+        self.sequence = 0  # of the last report
 
     def ask(self, request_id: str, **kwargs: Any) -> Decision | None:
         return self.room.submit(route(request_id, **kwargs), "fe", self.now_s, self.now_s)
+
+    def report(self, name: str, load: WorkerLoad) -> None:
+        self.sequence += 1
+        self.state.report(ReportWorker(name=name, incarnation=1, sequence=self.sequence, load=load), self.now_s)
 
     def record(self, request_id: str) -> DecisionRecord:
         record = self.state.records.get(request_id)
@@ -124,6 +129,27 @@ def test_a_tenant_that_floods_delays_another_one_by_a_turn_whatever_priorities_i
     order = room.serve_all("a0")
     assert max(order.index(f"b{number}") - 2 * number for number in range(5)) <= 2
     assert all(room.record(f"b{number}").waited_s < 2 for number in range(5))
+
+
+def test_a_tenant_with_less_at_the_workers_passes_prompts_that_wait_for_pages() -> None:
+    """Those have not been begun, so the backlog of the prefill worker stands still."""
+    room = Room(worker_backlog_s=0.5)
+    for number in range(8):
+        room.ask(f"a{number}", tenant="a")
+    sent = 0
+    while not room.state.lacks_pages:
+        room.report("d0", WorkerLoad(free_pages=0, num_running=sent, waiting_pages=10))
+        for number in range(3):
+            sent += len(room.prefilled(f"a{number}"))  # three answers are being decoded, a fourth prompt waits
+    assert room.state.num_open == 4
+    assert room.room.submit(route("b0", tenant="b"), "fe", 0.0, 0.0) is None
+    answers = room.after(0.0)
+    assert [one.request_id for one in answers] == ["b0"]
+    for number in range(1, 6):
+        room.room.submit(route(f"b{number}", tenant="b"), "fe", 0.0, 0.0)
+    assert [one.request_id for one in room.after(0.0)] == ["b1", "b2"], "until it has as much as the other one"
+    room.report("d0", WorkerLoad(free_pages=100))
+    assert room.after(0.0) == [], "no prompt waits for pages: the backlog counts"
 
 
 def test_a_weight_is_a_share() -> None:

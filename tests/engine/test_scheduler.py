@@ -1,14 +1,16 @@
 """The scheduler's rules, one by one, with a model that is a pure function of the tokens."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
-from scheduler_model import CONFIG, drive, next_token, pulled, scheduler, sequence
+from scheduler_model import BLOCK_TOKENS, CONFIG, drive, next_token, pulled, scheduler, sequence
+from severe import check_tokens
 
 from moonpool.base.errors import AlreadyExists, ConfigError, Internal, NoSpace, PromptTooLong
 from moonpool.base.keys import chain_keys
 from moonpool.engine.scheduler import Scheduler, SchedulerConfig
-from moonpool.engine.sequence import Chunk, SequenceStatus, StepResult
+from moonpool.engine.sequence import Chunk, Sequence, SequenceStatus, StepResult
 
 
 def sampled(sched: Scheduler, chunks: list[Chunk]) -> dict[str, int]:
@@ -285,6 +287,102 @@ def test_preemption_takes_the_latest_and_recomputes_it_first() -> None:
     assert late.num_preemptions > 0
     assert early.num_preemptions == 0
     assert outcome == {"early": ("length", 9), "late": ("length", 9), "next": ("length", 1)}
+
+
+def adopted(sched: Scheduler, request_id: str, tenant: str, weight: float = 1.0, **more: Any) -> Sequence:
+    """A hand-off of six tokens, different ones for each request."""
+    prompt = [len(request_id), *request_id.encode(), *range(5)][:6]
+    it = sequence(request_id, prompt, output=[next_token(prompt)], tenant=tenant, weight=weight, **more)
+    it.pages, it.num_computed_tokens = sched.pages.allocate(2), 6
+    sched.adopt(it)
+    return it
+
+
+def expected(it: Sequence, num_output: int) -> list[int]:
+    tokens = it.tokens[: it.num_prompt_tokens]
+    for _ in range(num_output):
+        tokens.append(next_token(tokens))
+    return tokens[it.num_prompt_tokens :]
+
+
+def in_batch(sched: Scheduler) -> Counter[str]:
+    return Counter(each.tenant for each in sched.queues.running)
+
+
+def test_a_tenant_above_its_share_hands_places_to_one_that_waits_and_goes_on_where_it_was() -> None:
+    sched = scheduler(num_pages=200, max_num_seqs=6)
+    flood = [adopted(sched, f"a{number}", "a") for number in range(12)]
+    step(sched)
+    step(sched)
+    late = [adopted(sched, f"b{number}", "b") for number in range(4)]
+    chunks = step(sched)
+    assert in_batch(sched) == {"a": 3, "b": 3}, "in the very next step"
+    assert len(chunks) == 6
+    assert [each.status.value for each in late] == ["running"] * 3 + ["waiting"]
+    assert [each.status.value for each in flood[3:6]] == ["waiting"] * 3
+    assert all(each.num_computed_tokens == 8 and each.pages for each in flood[3:6]), "with their pages"
+    for _ in range(5):
+        step(sched)
+        assert in_batch(sched) == {"a": 3, "b": 3}, "no place goes to and fro"
+    drive(sched)
+    assert sched.num_preemptions == 0
+    for each in (*flood, *late):
+        check_tokens(each.tokens[6:], expected(each, 20), "of a request that waited with its pages")
+
+
+def test_places_follow_the_weights() -> None:
+    sched = scheduler(num_pages=200, max_num_seqs=8)
+    for number in range(12):
+        adopted(sched, f"a{number}", "a")
+    step(sched)
+    for number in range(12):
+        adopted(sched, f"b{number}", "b", weight=3.0)
+    step(sched)
+    assert in_batch(sched) == {"a": 2, "b": 6}
+
+
+def test_one_tenant_alone_hands_no_place_over() -> None:
+    sched = scheduler(num_pages=200, max_num_seqs=2)
+    for number in range(6):
+        adopted(sched, f"a{number}", "a")
+    for _ in range(5):
+        step(sched)
+        assert [each.request_id for each in sched.queues.running] == ["a0", "a1"]
+
+
+def test_a_tenant_above_its_share_loses_pages_to_one_that_has_fewer_and_ends_with_the_same_tokens() -> None:
+    sched = scheduler(num_pages=12, max_num_seqs=8)
+    flood = [adopted(sched, f"a{number}", "a", max_tokens=6) for number in range(6)]
+    step(sched)
+    assert sched.pages.num_available == 0
+    assert not sched.make_way("a", 1.0, 2), "not to itself"
+    assert not sched.make_way("b", 1.0, 10), "it would have more than the other one"
+    assert sched.num_preemptions == 0
+    assert sched.make_way("b", 1.0, 4)
+    assert [each.was_displaced for each in flood] == [False] * 4 + [True] * 2
+    sched.pages.reserve("b's", 4)
+    assert not sched.make_way("b", 1.0, 4, num_reserved=4), "it has its share"
+    assert not sched.may_pass("b", 1.0, 5, num_reserved=4)
+    assert sched.may_pass("b", 1.0, 4, num_reserved=4)
+    sched.pages.release("b's")
+    outcome = drive(sched)
+    assert {name: reason for name, (reason, _) in outcome.items()} == {f"a{number}": "length" for number in range(6)}
+    for each in flood:
+        check_tokens(each.tokens[6:], expected(each, 6), "of a request that lost its pages")
+
+
+def test_a_page_that_a_launched_step_writes_to_stays_until_that_step_is_over() -> None:
+    sched = scheduler(num_pages=18, max_num_seqs=8)
+    flood = [adopted(sched, f"a{number}", "a", max_tokens=30) for number in range(6)]
+    chunks = sched.schedule()
+    [written] = [chunk.pages[chunk.start // BLOCK_TOKENS] for chunk in sched.look_ahead() if chunk.request_id == "a5"]
+    sched.complete(sampled(sched, chunks))
+    assert not sched.make_way("b", 1.0, 8), "one page of the two is not free yet"
+    assert (sched.pages.num_available, [each.was_displaced for each in flood]) == (7, [False] * 5 + [True])
+    assert written not in sched.pages.reserve("b's", 7).pages
+    sched.check_integrity()
+    sched.settle_ahead()
+    assert sched.pages.num_available == 1
 
 
 def test_adopted_sequences_cannot_starve_a_runner_of_pages_for_ever() -> None:

@@ -41,7 +41,8 @@ class Machine(RuleBasedStateMachine):
 
     def new(self, prompt: list[int], max_tokens: int, **more: Any) -> Sequence:
         self.count += 1
-        return sequence(f"r{self.count}", prompt, max_tokens=max_tokens, **more)
+        tenant: dict[str, Any] = {"tenant": "abc"[self.count % 3], "weight": (1.0, 1.0, 2.5)[self.count % 3]}
+        return sequence(f"r{self.count}", prompt, max_tokens=max_tokens, **tenant, **more)
 
     @rule(
         prompt=PROMPTS,
@@ -207,6 +208,15 @@ class Machine(RuleBasedStateMachine):
         if it is not None and num_good < len(wanted.blocks):
             it.ahead_limit = wanted.num_local_blocks + num_good
         self.sched.ahead.end(pull, num_good)
+
+    @precondition(lambda self: self.chunks is None)
+    @rule(tenant=st.sampled_from("abcd"), num_wanted=st.integers(1, NUM_PAGES))
+    def make_way(self, tenant: str, num_wanted: int) -> None:
+        before = {each.request_id: each.num_preemptions for each in self.live.values()}
+        has_room = self.sched.make_way(tenant, 1.0, num_wanted)
+        assert has_room == (self.sched.pages.num_available >= num_wanted)
+        for each in self.live.values():
+            assert each.num_preemptions == before[each.request_id] or (each.was_displaced and each.tenant != tenant)
 
     @rule()
     def drop_cached(self) -> None:

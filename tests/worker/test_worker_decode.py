@@ -85,7 +85,7 @@ class RememberingPool:
         self.puts += [(block.key, bytes(self._pieces.piece(page, 0))) for page, block in blocks.items()]
 
 
-def spec_of(name: str, num_tokens: int, timeout_s: float = 5.0) -> RequestSpec:
+def spec_of(name: str, num_tokens: int, timeout_s: float = 5.0, tenant: str = "") -> RequestSpec:
     return RequestSpec(
         request_id=name,
         epoch=1,
@@ -94,6 +94,7 @@ def spec_of(name: str, num_tokens: int, timeout_s: float = 5.0) -> RequestSpec:
         root=bytes(32),
         params=SamplingParams(max_tokens=4),
         timeout_s=timeout_s,
+        tenant=tenant,
     )
 
 
@@ -121,9 +122,9 @@ class Bench:
         self.role.loop = cast(EngineLoop, self.loop)
         self.failures: dict[str, MoonpoolError] = {}  # of follow(), by request
 
-    def ask(self, name: str, num_tokens: int = 8, timeout_s: float = 5.0) -> asyncio.Task[DecodeItem]:
+    def ask(self, name: str, num_tokens: int = 8, timeout_s: float = 5.0, tenant: str = "") -> asyncio.Task[DecodeItem]:
         async def first() -> DecodeItem:
-            async for item in self.role.decode(spec_of(name, num_tokens, timeout_s)):
+            async for item in self.role.decode(spec_of(name, num_tokens, timeout_s, tenant)):
                 return item
             raise AssertionError("a stream begins with its ticket")
 
@@ -187,6 +188,40 @@ async def test_first_come_first_served(bench: Bench) -> None:
     assert large.ticket is not None
     assert small.ticket is not None
     assert (len(large.ticket.pages), len(small.ticket.pages)) == (4, 1)
+
+
+async def test_a_tenant_above_its_share_makes_way_for_the_prompt_of_another_one(bench: Bench) -> None:
+    for number in range(4):
+        running = RequestSequence(
+            f"a{number}/1",
+            [number, *range(6)],
+            SamplingParams(max_tokens=6),
+            root=bytes(32),
+            block_tokens=4,
+            output=[1],
+            tenant="a",
+        )
+        running.pages, running.num_computed_tokens = bench.pages.allocate(2), 7
+        bench.scheduler.adopt(running)
+    chunks = bench.scheduler.schedule()
+    bench.scheduler.complete({chunk.request_id: 5 for chunk in chunks})
+    assert (len(chunks), bench.pages.num_available) == (4, 0)
+    own = bench.ask("more", 8, tenant="a")
+    asking = [bench.ask(f"b{number}", 8, tenant="b") for number in range(3)]
+    await bench.settle()
+    bench.loop.run_posted()
+    await bench.settle()
+    assert [task.done() for task in (own, *asking)] == [False, True, True, False], "each tenant has half of the pages"
+    assert [each.request_id for each in bench.scheduler.queues.running] == ["a0/1", "a1/1"]
+    assert [each.request_id for each in bench.scheduler.queues.waiting] == ["a2/1", "a3/1"]
+    for task in (own, *asking):
+        task.cancel()
+    await asyncio.wait((own, *asking))
+    bench.loop.run_posted()
+    while bench.scheduler.has_work():
+        bench.scheduler.complete({chunk.request_id: 5 for chunk in bench.scheduler.schedule()})
+    bench.role.at_boundary()
+    assert bench.pages.num_available == LAYOUT.num_pages, "all of them have ended"
 
 
 async def test_a_preempted_request_gets_its_pages_before_new_ones(bench: Bench) -> None:

@@ -224,6 +224,10 @@ class AdmissionQueue:
         moments = [one.request.start_by_s for one in self._late[:1]] + [at for at, _ in self._deadlines[:1]]
         return min((at for at in moments if at is not None), default=None)
 
+    def firsts(self) -> list[WaitingRequest]:
+        """Return the first request of each tenant that waits."""
+        return [queue.first() for queue in self._tenants.values()]
+
     def ahead_s(self, tenant: str, priority: int, weight: float, now_s: float) -> float:
         """Return the predicted prefill seconds that are served before a new request of this tenant: those of its own
         requests that come first, and of each other tenant at most what is its share meanwhile, and one request more."""

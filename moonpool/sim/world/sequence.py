@@ -76,6 +76,7 @@ class SimSequence(Sequence):
         self.ahead_limit = NO_LIMIT
         self.expected_tokens = expected_tokens
         self.num_alone_steps = 0  # not simulated: the few steps that a suspect request runs alone
+        self.tenant, self.weight, self.was_displaced = "", 1.0, False  # nor how tenants share a batch
         self.extend(TOKEN, num_output)
 
     def append(self, token: int) -> None:
