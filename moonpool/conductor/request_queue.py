@@ -7,13 +7,13 @@ sent stands still and so does the backlog: then a tenant that has less at the wo
 weights, may send more whatever the backlog is, and the decode workers make the other one give way
 (engine/tenant_shares.py).
 
-A request also waits when too many answers are being decoded: it
-is sent when some of them end. A request is refused at once if it would be late anyway: if the prompts ahead of it, here
-and at its worker, or its own prompt take longer than its target.
+With a TTFT target a request also waits when too many answers are being decoded: it is sent when some of them end. A
+request is refused at once if it would be late anyway: if the prompts ahead of it, here and at its worker, or its own
+prompt take longer than its target.
 
-A request waits until its TTFT target can no longer be met. With a target of the time between tokens alone it waits for
-`queue_timeout_s`, and without targets until its front end gives it up. While there are no workers, a request that has
-no deadline here does not wait: its front end knows how long to ask again (retries.py).
+A request waits until its TTFT target can no longer be met. Without that target it waits until its front end gives it
+up, and for answers to end only if a capacity of the queue is set, `queue_timeout_s` at most. While there are no
+workers, a request that has no deadline here does not wait: its front end knows how long to ask again (retries.py).
 
 Nothing is polled: the caller calls `dispatch` after every change of the state and at `next_event_s`.
 """
@@ -89,7 +89,7 @@ class RequestQueue:
             raise self._state.refuse(call.request_id, error) from None
         verdict = weighed.verdict
         if isinstance(verdict, RefusedRequest):
-            if verdict.cause is not Cause.TBT:
+            if verdict.cause is not Cause.TBT or not self._config.waits_for_decode:
                 self._state.unmet.refused(verdict.cause, weighed.work, now_s)
                 raise self._state.refuse(call.request_id, verdict.error(), verdict.cause)
         elif weighed.resumes or (not self._waiting and self._has_room(now_s)):
@@ -207,8 +207,12 @@ class RequestQueue:
             weighed = self._state.weigh(waiting.call, now_s, waited_s)
         except Unavailable as error:  # with a deadline: workers may come back before it
             return self._state.refuse(waiting.call.request_id, error, None, waited_s) if has_no_deadline else None
-        if isinstance(weighed.verdict, RefusedRequest):
-            self._state.unmet.short_of = _short_of(weighed.verdict)
+        verdict = weighed.verdict
+        if isinstance(verdict, RefusedRequest):
+            if not self._config.waits_for_decode:
+                self._state.unmet.refused(verdict.cause, weighed.work, now_s)
+                return self._state.refuse(waiting.call.request_id, verdict.error(), verdict.cause, waited_s)
+            self._state.unmet.short_of = _short_of(verdict)
             return None
         return self._state.send(waiting.call, waiting.owner, weighed, now_s, waited_s)
 

@@ -252,6 +252,20 @@ def test_those_whose_time_is_over_are_told() -> None:
     assert (samples["waited_count"], samples["waited_sum"]) == (2, 10.5)
 
 
+def test_with_a_target_between_tokens_alone_requests_wait_for_prefill_and_not_for_answers_to_end() -> None:
+    room = Room(tbt_slo_s=0.05, admission=AdmissionForm.EARLY, worker_backlog_s=0.5)
+    assert room.ask("r0") is not None
+    assert [room.ask(f"r{number}") for number in range(1, 8)] == [None] * 7
+    answers = [answer for number in range(8) for answer in room.prefilled(f"r{number}")]
+    assert [one.request_id for one in answers] == [f"r{number}" for number in range(1, 8)], "in order, none waits on"
+    refused = [one.request_id for one in answers if isinstance(one.outcome, Overloaded)]
+    assert refused[-1] == "r7"
+    assert len(refused) < 6
+    with pytest.raises(Overloaded, match="apart"):
+        room.ask("r8")
+    assert room.state.refused == {Cause.TBT: len(refused) + 1}
+
+
 @pytest.mark.parametrize("form", list(AdmissionForm))
 def test_answers_that_end_make_room_for_others(form: AdmissionForm) -> None:
     room = Room(tbt_slo_s=0.05, admission=form, queue_capacity=8)

@@ -57,13 +57,14 @@ class PolicyConfig:
     name: str = DEFAULT_POLICY  # how workers are chosen: random, round-robin, least-loaded, local, paper or cost
     # target for the time to first token; a request predicted to miss it is queued or refused; default: no target
     ttft_slo_s: float | None = None
-    # target for the time between tokens; a request predicted to miss it is queued or refused; default: no target
+    # target for the time between tokens; a request predicted to miss it is refused, or queued if there is a TTFT target
+    # or a queue_capacity; default: no target
     tbt_slo_s: float | None = None
     admission: AdmissionForm = AdmissionForm.PREDICTED  # which decode load counts when a request arrives
-    # requests that may wait in the queue, 0: none; default: 256 with a target, otherwise no limit
+    # requests that may wait in the queue, 0: none; default: 256 with a TTFT target, otherwise no limit
     queue_capacity: int | None = None
-    # seconds after which a queued request is refused, if there is no TTFT target; default: 30 with a TBT target,
-    # otherwise when its front end gives it up
+    # seconds after which a queued request is refused, if there is no TTFT target; default: 30 with a TBT target and a
+    # queue_capacity, otherwise when its front end gives it up
     queue_timeout_s: float | None = None
     # seconds of predicted work that a prefill worker may have ahead of a request that is sent there; others wait in the
     # queue. With a TTFT target at most a quarter of it
@@ -111,15 +112,20 @@ class PolicyConfig:
     def max_waiting(self) -> int | None:
         """How many requests may wait in the queue; None: no limit. 0: there is no queue, and a request that misses a
         target is refused at once."""
-        if self.queue_capacity is None and self.targets.has_target:
+        if self.queue_capacity is None and self.ttft_slo_s is not None:
             return DEFAULT_QUEUE_CAPACITY
         return self.queue_capacity
+
+    @property
+    def waits_for_decode(self) -> bool:
+        """Whether a request waits in the queue that would miss the target of the time between tokens now."""
+        return self.ttft_slo_s is not None or (self.tbt_slo_s is not None and self.queue_capacity is not None)
 
     def max_wait_s(self, work_s: float) -> float | None:
         """Return how long a request may wait in the queue whose prompt takes `work_s`; None: no limit."""
         if self.ttft_slo_s is not None:
             return self.ttft_slo_s - work_s
-        if self.queue_timeout_s is None and self.tbt_slo_s is not None:
+        if self.queue_timeout_s is None and self.waits_for_decode:
             return DEFAULT_QUEUE_TIMEOUT_S
         return self.queue_timeout_s
 
