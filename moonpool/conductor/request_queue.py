@@ -7,6 +7,8 @@ sent stands still and so does the backlog: then a tenant that has less at the wo
 weights, may send more whatever the backlog is, and the decode workers make the other one give way
 (engine/tenant_shares.py).
 
+An answer that has lost its worker goes on at once, whatever waits: its client reads it already.
+
 With a TTFT target a request also waits when too many answers are being decoded: it is sent when some of them end. A
 request is refused at once if it would be late anyway: if the prompts ahead of it, here and at its worker, or its own
 prompt take longer than its target.
@@ -92,7 +94,7 @@ class RequestQueue:
             if verdict.cause is not Cause.TBT or not self._config.waits_for_decode:
                 self._state.unmet.refused(verdict.cause, weighed.work, now_s)
                 raise self._state.refuse(call.request_id, verdict.error(), verdict.cause)
-        elif weighed.resumes or (not self._waiting and self._has_room(now_s)):
+        elif weighed.resumes or call.has_output or (not self._waiting and self._has_room(now_s)):
             return self._state.send(call, owner, weighed, now_s)
         if not self._waiting:
             self._state.unmet.short_of = _short_of(verdict)

@@ -152,6 +152,14 @@ def test_a_tenant_with_less_at_the_workers_passes_prompts_that_wait_for_pages() 
     assert room.after(0.0) == [], "no prompt waits for pages: the backlog counts"
 
 
+def test_an_answer_that_has_begun_goes_on_before_all_that_wait() -> None:
+    room = Room(worker_backlog_s=0.5)
+    assert [room.ask(f"r{number}") is None for number in range(4)] == [False, True, True, True]
+    decision = room.ask("lost its worker", has_output=True)
+    assert decision is not None
+    assert decision.waited_s == 0.0
+
+
 def test_a_weight_is_a_share() -> None:
     room = Room(worker_backlog_s=0.5)
     for number in range(40):
