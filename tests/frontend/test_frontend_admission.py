@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from waiting import until
 from moonpool.base.cluster import DecodeSample, PrefillSample, ReportWorker, WorkerLoad
 from moonpool.conductor.admission.forms import AdmissionForm
 from moonpool.conductor.placement.policy import PolicyConfig
+from moonpool.conductor.request_queue import _Waiting
 from moonpool.conductor.service import ConductorConfig
+from moonpool.frontend.choice import ChoiceRunner
 
 PROMPT = "once upon a time"  # 16 tokens
 BODY = {"model": MODEL, "prompt": PROMPT, "seed": 3, "max_tokens": 20, "ignore_eos": True}
@@ -107,6 +110,35 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(tmp_path: Path) -> No
         await until(lambda: cluster.num_waiting == 0, "nobody waits")
         cluster.prefill.may_go_on.set()
         assert (await first).status_code == 200
+
+
+async def test_a_storm_of_cancelled_requests_reaches_no_worker_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with cluster_with(tmp_path) as cluster, cluster.client() as http:
+        await teach(cluster, prefill_s=80.0)
+        cluster.prefill.may_go_on.clear()
+        first = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        await until(lambda: cluster.prefill.num_active == 1, "the prefill has begun")
+        num_seen, held = cluster.num_seen, []
+        for _ in range(3):
+            storm = [asyncio.create_task(http.post("/v1/completions", json={**BODY, "seed": n})) for n in range(40)]
+            await until(lambda: cluster.num_waiting == 40, "all of them wait")
+            for task in storm:
+                task.cancel()
+            await asyncio.wait(storm)
+            await until(lambda: cluster.num_waiting == 0, "none of them waits")
+            await until(lambda: count_held() == 1, "only the first request is held")
+            held.append(len(gc.get_objects()))
+        assert cluster.num_seen == num_seen, "no worker has got one of them"
+        assert held[2] - held[1] < 40 * 8, "what stays is a record of each"
+        cluster.prefill.may_go_on.set()
+        assert (await first).status_code == 200
+
+
+def count_held() -> int:
+    """Return how many requests the front end and the conductor of this process hold, in whatever place."""
+    gc.collect()
+    found = [type(each) for each in gc.get_objects() if isinstance(each, ChoiceRunner | _Waiting)]
+    return len(found)
 
 
 @pytest.mark.parametrize("priority", [11, -11, "high", 1.5])
