@@ -124,7 +124,7 @@ async def test_a_storm_of_cancelled_requests_reaches_no_worker_and_leaves_nothin
             await until(lambda: cluster.num_waiting == 40, "all of them wait")
             for task in storm:
                 task.cancel()
-            await asyncio.wait(storm)
+            await asyncio.gather(*storm, return_exceptions=True)
             await until(lambda: cluster.num_waiting == 0, "none of them waits")
             await until(lambda: count_held() == 1, "only the first request is held")
             held.append(len(gc.get_objects()))
