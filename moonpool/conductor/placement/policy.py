@@ -68,7 +68,7 @@ class PolicyConfig:
     queue_timeout_s: float | None = None
     # seconds of predicted work that a prefill worker may have ahead of a request that is sent there; others wait in the
     # queue. With a TTFT target at most a quarter of it
-    worker_backlog_s: float = 0.5
+    worker_backlog_s: float = 0.25
     # policy paper: pull from the pool if its prefix is more than this many times the local one
     kvcache_balancing_threshold: float = 1.0
     # treat workers as tied if their predicted TTFT differs by less than this fraction of the request's own work; 0:
