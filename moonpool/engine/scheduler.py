@@ -261,14 +261,16 @@ class Scheduler:
         those of its sequences here. Return False, mostly with nothing preempted, if other tenants have too little to
         give. Between two steps only.
 
-        A sequence is preempted for another tenant's sake once, and the earliest one never: so each one ends.
+        A sequence is preempted for another tenant's sake once, and the earliest one never: so each one ends. Prompts
+        whose KV others wait for are spared.
         """
         if self._step_is_open:
             raise Internal("pages are taken from a sequence within a step")
         holders = sorted([*self.queues.running, *self.queues.adopted], key=lambda each: each.arrival)
         taken = shares(holders, num_pages)
         wanted = taken.get(tenant, 0.0) + (num_reserved + num_wanted) / weight
-        able = [each for each in holders[1:] if not each.was_displaced and not each.num_alone_steps]
+        spared = [each for each in holders if each.was_displaced or each.num_alone_steps or each.prefill_only]
+        able = [each for each in holders[1:] if each not in spared]
         for each in to_make_way(able, taken, tenant, wanted, num_wanted - self.pages.num_available):
             each.was_displaced = True
             self._preempt(each)
