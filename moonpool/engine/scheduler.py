@@ -310,6 +310,8 @@ class Scheduler:
             return False
         pull = self.ahead.joinable(name)
         if pull is not None:
+            if not self._make_room(sequence, self.ahead.end_of(name)):  # more blocks may be here than the pull brings
+                return False
             self._admit(sequence, self.ahead.join(pull), pull.wanted, pull.num_before)
             return True
         local = self.pages.match(sequence.keys[: sequence.num_reusable_blocks])
