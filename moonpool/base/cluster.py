@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from moonpool.base.ranges import ChainKey, Count, Positive, RequestName, Seconds, Tokens, Whole
+from moonpool.base.ranges import ChainKey, Count, Positive, RequestName, Seconds, Tokens, Weight, Whole
 from moonpool.base.rpc import Call, SilenceLimits
 
 # Of connections that a request waits for, so that a machine that is cut off delays it by 3 s and not by 10. The
@@ -109,13 +109,15 @@ class ReportedRequest(msgspec.Struct, frozen=True, array_like=True):
 
     The prompt has `reused_tokens + uncomputed_tokens` tokens. The KV of the first ones is here, or will be when the
     prompt is begun. A decode worker computes no prompt: to it all tokens are uncomputed until the request decodes, and
-    none afterwards.
+    none afterwards. `tenant` and `weight` are those of a prompt.
     """
 
     request_id: RequestName
     uncomputed_tokens: Tokens
     reused_tokens: Tokens = 0
     max_tokens: Tokens = 0  # of the answer that is decoded here; 0: another worker decodes it
+    tenant: RequestName = ""
+    weight: Weight = 1.0
 
 
 _Requests: TypeAlias = Annotated[tuple[ReportedRequest, ...], Meta(max_length=MAX_REPORTED)]

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from moonpool.base.cluster import ReportedRequest
 from moonpool.conductor.admission.forecast import ExpectedDecode
 
+_MAX_TENANTS = 4096  # with prompts of other conductors, from one look of the queue to the next
 MAX_KEPT = 65_536  # requests of one worker; further ones count in its load only
 
 
@@ -100,6 +101,7 @@ class ReportedRequests:
         self._ends_s: dict[str, float] = {}  # predicted, of prompts
         self._decoding_at: dict[str, OtherRequests] = {}
         self.num_decoding = 0
+        self.served: dict[str, float] = {}  # what prompts took of each tenant's share since the caller cleared it
 
     def changed(
         self,
@@ -152,6 +154,8 @@ class ReportedRequests:
             return
         work_s = prefill_s(request.uncomputed_tokens + request.reused_tokens, request.reused_tokens)
         worker.set_prompt(name, work_s)
+        if is_new and (request.tenant in self.served or len(self.served) < _MAX_TENANTS):
+            self.served[request.tenant] = self.served.get(request.tenant, 0.0) + work_s / request.weight
         # Its tokens change when it is being computed: before that, all of the queue comes first.
         self._ends_s[name] = now_s + (wait_s + worker.work_s if is_new else work_s)
         answer_at = self._decoding_at.get(name)

@@ -17,6 +17,9 @@ A request waits until its TTFT target can no longer be met. Without that target 
 up, and for answers to end only if a capacity of the queue is set, `queue_timeout_s` at most. While there are no
 workers, a request that has no deadline here does not wait: its front end knows how long to ask again (retries.py).
 
+Several conductors have a queue each. The workers' reports name the prompts that others have sent, with their tenants,
+and these count as turns that their tenants have had here.
+
 Nothing is polled: the caller calls `dispatch` after every change of the state and at `next_event_s`.
 """
 
@@ -97,6 +100,7 @@ class RequestQueue:
         elif weighed.resumes or call.has_output or (not self._waiting and self._has_room(now_s)):
             return self._state.send(call, owner, weighed, now_s)
         if not self._waiting:
+            self._state.take_served_by_others()  # while no request waits, no tenant owes another one
             self._state.unmet.short_of = _short_of(verdict)
         self._enqueue(self._queue, call, owner, weighed, now_s)
         return None
@@ -106,6 +110,7 @@ class RequestQueue:
         answers, self._displaced = self._displaced, []
         if self._queue is None or not self._waiting:
             return answers
+        self._queue.served_elsewhere(self._state.take_served_by_others())
         answers += [self._refused(refusal, now_s) for refusal in self._queue.expire(now_s)]
 
         def fits(request: WaitingRequest) -> bool:

@@ -113,6 +113,12 @@ class ConductorState:
         waits_s[[worker.slot for worker in self._avoided if worker.is_prefill]] = math.inf
         return float(waits_s.min())
 
+    def take_served_by_others(self) -> dict[str, float]:
+        """Return the predicted seconds, over their weights, of the prompts of each tenant that other conductors have
+        sent since the last call."""
+        found, self._others.served = self._others.served, {}
+        return found
+
     @property
     def lacks_pages(self) -> bool:
         """Whether requests wait for pages at every decode worker."""

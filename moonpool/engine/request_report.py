@@ -34,7 +34,8 @@ def _request_id(name: str) -> str:
 def _prompt(sequence: Sequence) -> ReportedRequest:
     is_begun = sequence.status is SequenceStatus.RUNNING
     reused = sequence.num_computed_tokens if is_begun else min(sequence.expected_tokens, sequence.num_tokens - 1)
-    return ReportedRequest(_request_id(sequence.request_id), sequence.num_tokens - reused, reused)
+    name, left = _request_id(sequence.request_id), sequence.num_tokens - reused
+    return ReportedRequest(name, left, reused, tenant=sequence.tenant, weight=sequence.weight)
 
 
 def _answer(sequence: Sequence) -> ReportedRequest:

@@ -137,6 +137,8 @@ class PrefillRole:
             prefill_only=True,
             hold_pages=True,
             num_alone_steps=sys.maxsize if spec.alone else 0,
+            tenant=spec.tenant,
+            weight=spec.weight,
         )
 
     # -- between steps, and _add() inside them, on the engine's thread ---------------------------------------

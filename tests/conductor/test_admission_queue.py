@@ -287,6 +287,40 @@ def test_wrong_settings_and_doubles_are_refused() -> None:
         queue.offer(WaitingRequest("a", "t", 1.0), 0.0)
 
 
+@given(st.booleans(), WORKS, WORKS)
+def test_of_two_conductors_that_exchange_what_they_served_tenants_get_equal_shares(
+    exchange: bool, first: list[float], second: list[float]
+) -> None:
+    """One tenant floods both of them, another one the first of them alone. Both serve as much as the other."""
+    queues, served_s, done_s = [AdmissionQueue(QueueConfig()) for _ in range(2)], {"a": 0.0, "b": 0.0}, [0.0, 0.0]
+    for number in range(600):
+        queues[0].offer(WaitingRequest(f"b{number}", "b", second[number % len(second)]), 0.0)
+        for queue in queues:
+            queue.offer(WaitingRequest(f"a{number}", "a", first[number % len(first)]), 0.0)
+    for _ in range(300):
+        at = done_s.index(min(done_s))
+        (request,) = drain(queues[at], 1.0, 1)
+        served_s[request.tenant] += request.prefill_s
+        done_s[at] += request.prefill_s
+        if exchange:
+            queues[1 - at].served_elsewhere({request.tenant: request.prefill_s})
+    largest_s = max(first) + max(second)
+    if exchange:
+        assert abs(served_s["a"] - served_s["b"]) <= 2 * largest_s
+    else:
+        assert served_s["a"] >= 2 * served_s["b"] - 5 * largest_s, "it has more without"
+
+
+def test_what_was_served_elsewhere_before_a_tenant_came_gives_it_no_claim() -> None:
+    queue = AdmissionQueue(QueueConfig())
+    for number in range(20):
+        queue.offer(WaitingRequest(f"a{number}", "a", 1.0), 0.0)
+    queue.served_elsewhere({"a": 1000.0, "unknown": 5.0})
+    for number in range(20):
+        queue.offer(WaitingRequest(f"b{number}", "b", 1.0), 0.0)
+    assert 4 <= [one.tenant for one in drain(queue, 1.0, 10)].count("a") <= 6
+
+
 def test_an_endless_stream_of_new_tenants_neither_starves_an_old_one_nor_stays_in_memory() -> None:
     turns: FairTurns[str] = FairTurns()
     for name in ("stays", "guest0"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_info import info as worker_info
 
-from moonpool.base.cluster import DecodeSample, PrefillSample, ReportWorker, WorkerInfo, WorkerLoad
+from moonpool.base.cluster import DecodeSample, PrefillSample, ReportedRequest, ReportWorker, WorkerInfo, WorkerLoad
 from moonpool.base.errors import Overloaded, Unavailable
 from moonpool.conductor.admission.forms import AdmissionForm, Cause
 from moonpool.conductor.messages import Decision, DecisionRecord, RequestEnded, Route
@@ -49,9 +49,10 @@ class Room:
     def ask(self, request_id: str, **kwargs: Any) -> Decision | None:
         return self.room.submit(route(request_id, **kwargs), "fe", self.now_s, self.now_s)
 
-    def report(self, name: str, load: WorkerLoad) -> None:
+    def report(self, name: str, load: WorkerLoad, **fields: Any) -> None:
         self.sequence += 1
-        self.state.report(ReportWorker(name=name, incarnation=1, sequence=self.sequence, load=load), self.now_s)
+        call = ReportWorker(name=name, incarnation=1, sequence=self.sequence, load=load, **fields)
+        self.state.report(call, self.now_s)
 
     def record(self, request_id: str) -> DecisionRecord:
         record = self.state.records.get(request_id)
@@ -158,6 +159,21 @@ def test_an_answer_that_has_begun_goes_on_before_all_that_wait() -> None:
     decision = room.ask("lost its worker", has_output=True)
     assert decision is not None
     assert decision.waited_s == 0.0
+
+
+def test_prompts_that_another_conductor_has_sent_are_turns_of_their_tenants() -> None:
+    """The prefill worker reports them; this conductor's own ones are no news."""
+    room = Room(worker_backlog_s=0.5)
+    for number in range(6):
+        room.ask(f"a{number}", tenant="a")
+        room.ask(f"b{number}", tenant="b")
+    theirs = [ReportedRequest(f"x{number}", TOKENS, tenant="a") for number in range(4)]
+    own = ReportedRequest("a0", TOKENS, tenant="a")
+    room.report("p0", WorkerLoad(free_pages=1000), requests=(own, *theirs))
+    room.report("p0", WorkerLoad(free_pages=1000), gone=tuple(one.request_id for one in theirs))
+    order = room.serve_all("a0")
+    assert order[:4] == ["b0", "b1", "b2", "b3"], order
+    assert sorted(order[4:7]) in (["a1", "a2", "b4"], ["a1", "b4", "b5"])
 
 
 def test_a_weight_is_a_share() -> None:

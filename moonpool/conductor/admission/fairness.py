@@ -2,7 +2,8 @@
 
 Each tenant with a waiting request has a tag: the tag at which its turn began + the work of its first request. The
 tenant with the smallest tag is served next, and its tag becomes the clock. A tenant that begins to wait starts at the
-clock, so idle time gives no claim, and a tenant alone gets everything.
+clock, so idle time gives no claim, and a tenant alone gets everything. What other conductors serve of a tenant that
+waits here moves its tag, too.
 
 Bound: over any period in which two tenants both wait, the work served to each differs by at most the largest request of
 the one plus that of the other, however much either has asked for. In plain start-time fair queueing the clock is the
@@ -45,7 +46,9 @@ class FairTurns(Generic[Tenant]):
     def enter(self, tenant: Tenant, work: float) -> None:
         """Add a tenant, whose first request waits from now on."""
         assert tenant not in self._turns, "a tenant enters once"
-        self._put(tenant, self._clock, work)
+        # Tenants that wait may all be ahead of the clock, by what was served of them elsewhere.
+        begins = self._turns[self.first()].begins if self._turns else self._clock
+        self._put(tenant, max(self._clock, begins), work)
 
     def change(self, tenant: Tenant, work: float) -> None:
         """Update a tenant whose first request is another one now."""
@@ -69,6 +72,12 @@ class FairTurns(Generic[Tenant]):
         turn = self._turns[tenant]
         self._clock = turn.ends
         self._turns[tenant] = turn._replace(begins=turn.ends)
+
+    def served_elsewhere(self, tenant: Tenant, work: float) -> None:
+        """Count work of a tenant that others have served. It costs a tenant its turn that waits here meanwhile."""
+        turn = self._turns.get(tenant)
+        if turn is not None:
+            self._put(tenant, turn.begins + work, turn.ends - turn.begins)
 
     def _put(self, tenant: Tenant, begins: float, work: float) -> None:
         self._sequence += 1

@@ -17,7 +17,7 @@ All but the choice of a request to refuse and `ahead_s` take O(log n). A request
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -223,6 +223,11 @@ class AdmissionQueue:
         self._drop_stale_deadlines()
         moments = [one.request.start_by_s for one in self._late[:1]] + [at for at, _ in self._deadlines[:1]]
         return min((at for at in moments if at is not None), default=None)
+
+    def served_elsewhere(self, turns: Mapping[str, float]) -> None:
+        """Count what other conductors have sent, in predicted seconds over the weights of the tenants."""
+        for tenant, turn in turns.items():
+            self._turns.served_elsewhere(tenant, turn)
 
     def firsts(self) -> list[WaitingRequest]:
         """Return the first request of each tenant that waits."""
