@@ -1,11 +1,11 @@
 """Requests that do not fit now wait here, in fair turns of their tenants. Pure.
 
 A request is sent at once when no request waits, admission accepts it, and some prefill worker has little work ahead: at
-most `worker_backlog_s`, and at most a quarter of the TTFT target. So workers always have work, and the rest waits here,
-where the order can still change (admission/queue.py). While requests wait for pages at every decode worker, what is
-sent stands still and so does the backlog: then a tenant that has less at the workers than another one, by their
-weights, may send more whatever the backlog is, and the decode workers make the other one give way
-(engine/tenant_shares.py).
+most `worker_backlog_s`, and at most a quarter of the TTFT target; each worker of a pipeline may have as many prompts as
+there are stages. So workers always have work, and the rest waits here, where the order can still change
+(admission/queue.py). While requests wait for pages at every decode worker, what is sent stands still and so does the
+backlog: then a tenant that has less at the workers than another one, by their weights, may send more whatever the
+backlog is, and the decode workers make the other one give way (engine/tenant_shares.py).
 
 An answer that has lost its worker goes on at once, whatever waits: its client reads it already.
 
@@ -162,7 +162,7 @@ class RequestQueue:
 
     def _has_room(self, now_s: float) -> bool:
         """Return whether some worker has so little to do that a request is sent."""
-        return self._state.least_backlog_s(now_s) <= self._most_ahead_s + _ROUNDING_S
+        return self._state.has_room(self._most_ahead_s + _ROUNDING_S, now_s)
 
     @property
     def _most_ahead_s(self) -> float:

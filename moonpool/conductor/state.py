@@ -107,11 +107,15 @@ class ConductorState:
     def block_tokens(self) -> int:
         return self._block_shape[0]
 
-    def least_backlog_s(self, now_s: float) -> float:
-        """Return the predicted work ahead of a new request at the least busy prefill worker; infinite without one."""
+    def has_room(self, most_s: float, now_s: float) -> bool:
+        """Return whether some prefill worker has at most `most_s` of predicted work ahead of a new request, or is one
+        of a pipeline with fewer prompts than stages: its first stage is idle before a prompt has passed the last."""
         waits_s = self.prefills.wait_s(now_s)
         waits_s[[worker.slot for worker in self._avoided if worker.is_prefill]] = math.inf
-        return float(waits_s.min())
+        assigned = self.prefills.assigned
+        return bool(waits_s.min() <= most_s) or any(
+            assigned.item(one.slot) < one.info.pipeline for one in self._stages.values() if one not in self._avoided
+        )
 
     def take_served_by_others(self) -> dict[str, float]:
         """Return the predicted seconds, over their weights, of the prompts of each tenant that other conductors have

@@ -109,6 +109,17 @@ def test_the_next_request_is_sent_when_the_backlog_has_become_small_by_time_alon
     assert room.room.next_event_s(room.now_s) is None, "two prompts are there: time alone does not make room"
 
 
+def test_workers_of_a_pipeline_get_as_many_prompts_as_it_has_stages() -> None:
+    """The first stage has ended a prompt before the last one has."""
+    room = Room("d0", worker_backlog_s=0.25)
+    for name in ("p0", "p1"):
+        room.state.register(info(name, pipeline=2))
+    assert [room.ask(f"r{number}") is not None for number in range(4)] == [True, True, False, False]
+    assert room.state.counters["pipelined"] == 2
+    [answer] = room.prefilled("r0")
+    assert answer.request_id == "r2"
+
+
 def test_a_request_on_an_idle_service_does_not_wait() -> None:
     room = Room("p0", "p1", "d0", worker_backlog_s=1e-3)
     for number in range(2):

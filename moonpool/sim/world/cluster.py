@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from moonpool.base.errors import MoonpoolError, Overloaded, PeerLost, Unavailable
 from moonpool.conductor.messages import Decision, PrefillParts, RequestEnded, Route
@@ -111,11 +113,15 @@ class SimCluster:
         )
         self.clock, self.conductors, self.runs = components.clock, components.conductors, components.runs
         self.pools, self.prefills, self.decodes = components.pools, components.prefills, components.decodes
+        policy = config.policy
+        if config.pipeline_nodes > 1:
+            # A worker of several nodes begins a prompt before it has ended others: its backlog is not the wait there.
+            policy = replace(policy, worker_backlog_s=math.inf)
         self._frontends = [
             SimFrontend(
                 self.clock,
                 conductor,
-                config.policy,
+                policy,
                 config.asked_tokens,
                 config.num_pages(trace.block_tokens) * trace.block_tokens,
                 self._sent,
