@@ -64,7 +64,7 @@ def test_if_all_are_late_requests_go_on_coming_to_them() -> None:
     state = state_with("p0", "p1", "d0")
     overdue(state, "p0")
     assert route(state, 1).prefill.name == "p1"
-    assert state.least_backlog_s(0.0) > 0, "p0 has no backlog, and counts for nothing"
+    assert not state.has_room(0.0, 0.0), "p0 has no backlog, and counts for nothing"
     overdue(state, "p1")
     overdue(state, "d0")
     assert {route(state, number).prefill.name for number in range(2, 6)} == {"p0", "p1"}
