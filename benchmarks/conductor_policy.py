@@ -32,7 +32,7 @@ def make_state(policy: str, num_workers: int, keys: list[bytes]) -> ConductorSta
     half = tuple(keys[: len(keys) // 2])
     for role in WorkerRole:
         for number in range(num_workers):
-            state.register(_info(f"{role.value}-{number}", role))
+            state.register(worker_info(f"{role.value}-{number}", role))
     samples = tuple(PrefillSample(tokens, 0, tokens * 1e-4) for tokens in (1000, 5000, 12_000))
     for number in range(0, num_workers, 4):
         name = f"{WorkerRole.PREFILL.value}-{number}"
@@ -47,7 +47,7 @@ def make_state(policy: str, num_workers: int, keys: list[bytes]) -> ConductorSta
     return state
 
 
-def _info(name: str, role: WorkerRole) -> WorkerInfo:
+def worker_info(name: str, role: WorkerRole) -> WorkerInfo:
     return WorkerInfo(
         name=name,
         role=role,

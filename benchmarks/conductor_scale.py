@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import uvloop
-from conductor_policy import make_state
+from conductor_policy import make_state, worker_info
 
 from moonpool.base.cluster import (
     CONDUCTOR_SERVICE,
@@ -37,7 +37,6 @@ from moonpool.base.cluster import (
     RegisterWorker,
     ReportedRequest,
     ReportWorker,
-    WorkerInfo,
     WorkerLoad,
     WorkerRole,
 )
@@ -102,7 +101,7 @@ class BusyWorker:
             address, CONDUCTOR_SERVICE, name=self._name, timeout_s=600.0, silence_limits=REQUEST_LIMITS
         )
         try:
-            await client.call(RegisterWorker(info=self._info()), timeout_s=600.0)
+            await client.call(RegisterWorker(info=worker_info(self._name, self._role)), timeout_s=600.0)
             await asyncio.sleep(self._draw.random() * self._shortest_s)
             while True:
                 answer = await client.call(self._report(max(self.interval_s, self._shortest_s)), timeout_s=600.0)
@@ -111,20 +110,6 @@ class BusyWorker:
                 await asyncio.sleep(max(self.interval_s, self._shortest_s))
         finally:
             client.close()
-
-    def _info(self) -> WorkerInfo:
-        return WorkerInfo(
-            name=self._name,
-            role=self._role,
-            address=f"unix:/run/{self._name}.sock",
-            incarnation=1,
-            identity=b"\1" * 32,
-            model="bench",
-            block_tokens=512,
-            num_pages=6000,
-            max_num_seqs=64,
-            page_nbytes=160 << 20,
-        )
 
     def _report(self, since_s: float) -> ReportWorker:
         self._sequence += 1

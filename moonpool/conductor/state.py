@@ -439,13 +439,7 @@ class ConductorState:
             self.counters["pipelined"] += 1  # its blocks go to the pool, and stay in no worker's pages
         elif not resumes:
             self._expect_blocks(choice, inputs, prints)
-        if best.pulled_blocks and choice.plan.far:
-            far = min(best.pulled_blocks, choice.plan.far)  # pulls on one machine slow no others down
-            start_s, nbytes = now_s + best.queue_s, far * inputs.request.block_nbytes
-            self.traffic.expect(call.request_id, prefill.slot, nbytes, start_s, start_s + best.transfer_s)
-        if prefill.info.host in self.paths.sources and call.max_tokens > 1 and not resumes:
-            start_s, nbytes = now_s + best.queue_s, prompt_nbytes(inputs.request)
-            self.traffic.expect_handoff(call.request_id, prefill.info.host, nbytes, start_s, start_s + best.service_s)
+        self._expect_traffic(call, weighed, prefill, now_s + best.queue_s)
         tokens, pages = call.num_tokens, inputs.request.prompt_pages
         request = self._open[call.request_id] = OpenRequest(
             call.request_id,
@@ -477,6 +471,18 @@ class ConductorState:
             reused_tokens=min((best.local_blocks + best.pulled_blocks) * self.block_tokens, tokens - 1),
             resumes=resumes,
         )
+
+    def _expect_traffic(self, call: Route, weighed: WeighedRequest, prefill: Registration, start_s: float) -> None:
+        """Expect the request's pull, from `start_s` on, and its hand-off."""
+        _, inputs, choice, _, resumes = weighed
+        best = choice.prefill
+        if best.pulled_blocks and choice.plan.far:
+            nbytes = min(best.pulled_blocks, choice.plan.far) * inputs.request.block_nbytes
+            # Pulls on one machine slow no others down.
+            self.traffic.expect(call.request_id, prefill.slot, nbytes, start_s, start_s + best.transfer_s)
+        if prefill.info.host in self.paths.sources and call.max_tokens > 1 and not resumes:
+            nbytes = prompt_nbytes(inputs.request)
+            self.traffic.expect_handoff(call.request_id, prefill.info.host, nbytes, start_s, start_s + best.service_s)
 
     def _expect_blocks(self, choice: PlacementChoice, inputs: PlacementInput, prints: list[int]) -> None:
         copied = replicated(inputs.leading, choice.plan)
