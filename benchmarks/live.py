@@ -8,7 +8,7 @@ other objects beside them, some more often than others, and puts what it does no
 the pool. In the first pool the prefix keeps its one replica (`--hot-hits 0`). In the second, with the master's
 defaults, it becomes hot and gets a second replica on the other node, in place of other objects. Both pools are on the
 same machines and are measured in turns, with the same gets of other objects: their hit rates are compared, too. A
-client is a process with a Store; each checks what it reads. In the end nobody reads, and the extra replicas go.
+client is a process with a Store; each checks what it reads. In the end no client reads, and the extra replicas go.
 
 swing: roles that follow a load that swings between long prompts and long answers, against every fixed split of four
 workers, each held to a slow processor of its own (_live_swing.py). Four phases of 60 s take about 5 minutes for each of

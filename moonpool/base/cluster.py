@@ -158,7 +158,7 @@ class ReportAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The conductor's answer to a report. `assigned` is the role that the worker should take: it then registers again
     with that role; None: nothing changes."""
 
-    interval_s: Seconds = 0.0  # until the next report, at least; so many workers do not report more than it can read
+    interval_s: Seconds = 0.0  # until the next report, at least: the conductor can read no more from all workers
     assigned: AssignedRole | None = None
 
 

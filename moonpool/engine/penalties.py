@@ -51,7 +51,7 @@ NO_PENALTIES = Penalties()
 
 
 def fits_16_bits(max_seq_tokens: int) -> bool:
-    """Return whether counts of sequences of so many tokens fit into 16 bits. One of their tokens is the prompt's."""
+    """Return whether counts of sequences of that length fit into 16 bits. One of their tokens is the prompt's."""
     return max_seq_tokens - 1 <= _MOST_OF_16_BITS
 
 

@@ -61,7 +61,7 @@ class WorkerConfig(WireConfig):
     pool_silence_s: float = BreakerLimits.silence_s
     pool_timeout_s: float = 2.0  # seconds to wait for one reply of the pool's master
     pool_rest_s: float = 10.0  # seconds without the pool after it did not reply
-    # end this process when a step has gone on for so many seconds without progress, and five times longer than
+    # end this process when a step has gone on for this many seconds without progress, and five times longer than
     # expected; after half of that the conductor sends requests elsewhere
     step_limit_s: float = 6.0
     # the same for the first step, and for one that captures a CUDA graph

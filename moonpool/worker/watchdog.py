@@ -32,7 +32,7 @@ LOOK_S = 0.25  # between two looks
 _STANDSTILL_S = 2 * LOOK_S  # more than this between two looks: the process stood still
 _TIMES_EXPECTED = 5.0
 _SAY_S = 1.0  # for the last lines of the log; the thread that hangs may hold a lock of it
-# Attention over so many tokens costs about as much as all else of a token, in small models; more in large ones.
+# Attention over this many tokens costs about as much as all else of a token, in small models; more in large ones.
 _CONTEXT_TOKENS = 4096
 _FORGET = 0.9  # of the longest time, with each step of about that size
 _NAMED = 3  # requests
